@@ -1,0 +1,30 @@
+# Each target sets up what it needs; a second run repeats no set-up.
+PY := .venv/bin/python
+BIN := .venv/bin
+
+.PHONY: demo test lint test-slow test-data bench reproduce clean
+
+demo: .venv/ready
+	$(BIN)/raytraced train
+
+test: .venv/ready lint
+	$(PY) -m pytest -n 2
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-slow: .venv/ready
+	$(PY) -m pytest -m slow
+
+test-data: .venv/ready
+	$(PY) -m pytest -m data
+
+.venv/ready: pyproject.toml constraints.txt $(wildcard setup.py)
+	test -x $(PY) || python3 -m venv .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

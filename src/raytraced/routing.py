@@ -1,0 +1,90 @@
+"""The routing network: an entry distribution and an active set -> the firing rate of every node.
+
+Axes: B batch, L layers, N experts a layer, O = N + 1 outlets of a gate (the next layer's N nodes, then the output node),
+K inputs of a node (1 in the first layer, N below).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Rates(NamedTuple):
+    """Firing rates of all nodes (B, L, N) and of the output node (B,)."""
+
+    nodes: Tensor
+    output: Tensor
+
+
+class RoutingNetwork(nn.Module):
+    """Stacked, parallel softmax gates, one a node, that pass firing rate on from the entry to the output node."""
+
+    gate_first: nn.Parameter | None
+    gate_inner: nn.Parameter | None
+
+    def __init__(self, num_layers: int, num_experts: int, *, scale_init: bool = True) -> None:
+        super().__init__()
+        for name, value in (("num_layers", num_layers), ("num_experts", num_experts)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        self.num_layers, self.num_experts, self.scale_init = num_layers, num_experts, scale_init
+        N, O = num_experts, num_experts + 1
+        # The last layer has no gates: its nodes send all they have to the output node.
+        self.gate_first = nn.Parameter(torch.empty(N, O)) if num_layers > 1 else None
+        self.gate_inner = nn.Parameter(torch.empty(num_layers - 2, N, O, N)) if num_layers > 2 else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw W ~ Normal(0, N + 1), so that the gates' logits start at about unit variance (the paper's appendix A)."""
+        std = (self.num_experts + 1) ** 0.5 if self.scale_init else 1.0
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=std)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_layers * self.num_experts
+
+    def gate_weight(self, layer: int) -> Tensor:
+        """W of all gates of one layer (N, O, K)."""
+        if layer == 0:
+            assert self.gate_first is not None
+            return self.gate_first[:, :, None]
+        assert self.gate_inner is not None
+        return self.gate_inner[layer - 1]
+
+    def forward(self, entry_BN: Tensor, active_BLN: Tensor) -> Rates:
+        """Send the entry rates through the active nodes; at least in float32, whatever the inputs' precision."""
+        self._check(entry_BN, active_BLN)
+        dtype = torch.promote_types(entry_BN.dtype, torch.float32)
+        with torch.autocast(entry_BN.device.type, enabled=False):
+            inputs_BNK = entry_BN.to(dtype)[:, :, None]
+            active_BLN = active_BLN.to(dtype)
+            layers, output_B = [], entry_BN.new_zeros(entry_BN.shape[0], dtype=dtype)
+            for layer in range(self.num_layers):
+                rates_BN = inputs_BNK.sum(-1)
+                passed_BN = rates_BN * active_BLN[:, layer]
+                layers.append(rates_BN)
+                if layer == self.num_layers - 1:
+                    output_B = output_B + passed_BN.sum(-1)
+                else:
+                    logits_BNO = torch.einsum("nok,bnk->bno", self.gate_weight(layer).to(dtype), inputs_BNK)
+                    sent_BNO = passed_BN[:, :, None] * logits_BNO.softmax(-1)
+                    output_B = output_B + sent_BNO[:, :, -1].sum(-1)
+                    inputs_BNK = sent_BNO[:, :, :-1].transpose(1, 2)
+            return Rates(torch.stack(layers, 1), output_B)
+
+    def _check(self, entry_BN: Tensor, active_BLN: Tensor) -> None:
+        if entry_BN.ndim != 2 or entry_BN.shape[1] != self.num_experts:
+            raise ValueError(
+                f"entry has shape {tuple(entry_BN.shape)}: must be (batch, {self.num_experts}), "
+                "one rate for each expert of the first layer"
+            )
+        expected = (entry_BN.shape[0], self.num_layers, self.num_experts)
+        if active_BLN.shape != expected:
+            raise ValueError(
+                f"active has shape {tuple(active_BLN.shape)}: must be {expected}, as the entry and the grid"
+            )
+
+    def extra_repr(self) -> str:
+        return f"num_layers={self.num_layers}, num_experts={self.num_experts}"

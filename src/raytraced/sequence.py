@@ -1,0 +1,204 @@
+"""The activation sequence (the paper's Algorithm 1): which nodes a sample activates, in which order, and when it stops.
+
+Axes: B batch, L layers, N experts a layer, M = L·N nodes, K = M + 1 candidates (the nodes, then the output node), T steps.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from raytraced.draws import exponential, new_seed, uniform
+from raytraced.routing import Rates, RoutingNetwork
+
+Select = Literal["sample", "greedy"]
+Stop = Literal["drawn", "dominant"]
+Estimator = Literal["reinmax", "gumbel", "straight-through"]
+
+# A rate below this has the log-derivative of this: 1/P of a rate that underflows would drown every other gradient.
+RATE_FLOOR = 1e-6
+
+
+class Sequence(NamedTuple):
+    """What a batch activated: the set, the order, the count, and the firing rates under the final set."""
+
+    active: Tensor  # (B, L, N), exactly 0 or 1; its gradient goes back through every draw
+    nodes: Tensor  # (B, T), node ℓ·N + i in order of activation, padded with -1
+    num_active: Tensor  # (B,)
+    rates: Rates
+
+
+# How each estimator carries a gradient from a draw, one-hot over the candidates, back to the probabilities it came from.
+# The noise (B, K) is the exponential race's, None for a draw without one.
+
+
+def straight_through_gradient(
+    grad_BK: Tensor, probs_BK: Tensor, draw_BK: Tensor, noise_BK: Tensor | None, temperature: float
+) -> Tensor:
+    """The draw taken for its probabilities: the identity."""
+    return grad_BK
+
+
+def reinmax_gradient(
+    grad_BK: Tensor, probs_BK: Tensor, draw_BK: Tensor, noise_BK: Tensor | None, temperature: float
+) -> Tensor:
+    """ReinMax (Liu et al. 2023), 2·J(p₁)ᵀg − ½·J(p₀)ᵀg with p₀ = P and p₁ = (draw + p₀) / 2, on the logits log P."""
+    middle_BK = (draw_BK + probs_BK) / 2
+    centred0_BK = grad_BK - (probs_BK * grad_BK).sum(-1, keepdim=True)
+    centred1_BK = grad_BK - (middle_BK * grad_BK).sum(-1, keepdim=True)
+    return (1 + draw_BK / probs_BK.clamp_min(RATE_FLOOR)) * centred1_BK - centred0_BK / 2
+
+
+def gumbel_gradient(
+    grad_BK: Tensor, probs_BK: Tensor, draw_BK: Tensor, noise_BK: Tensor | None, temperature: float
+) -> Tensor:
+    """Gumbel-softmax straight-through (Jang et al. 2017), the paper's: softmax of (log P + Gumbel noise) / temperature."""
+    logits_BK = probs_BK.log() if noise_BK is None else probs_BK.log() - noise_BK.log()
+    soft_BK = (logits_BK / temperature).softmax(-1)
+    centred_BK = grad_BK - (soft_BK * grad_BK).sum(-1, keepdim=True)
+    return soft_BK * centred_BK / (temperature * probs_BK.clamp_min(RATE_FLOOR))
+
+
+GRADIENTS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]] = {
+    "straight-through": straight_through_gradient,
+    "reinmax": reinmax_gradient,
+    "gumbel": gumbel_gradient,
+}
+
+
+class _Draw(torch.autograd.Function):
+    """An exact one-hot draw with an estimator's gradient; hard − soft + soft would be 0/1 only up to rounding."""
+
+    @staticmethod
+    def forward(
+        probs_BK: Tensor, draw_BK: Tensor, noise_BK: Tensor | None, estimator: str, temperature: float
+    ) -> Tensor:
+        return draw_BK.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        probs_BK, draw_BK, noise_BK, ctx.estimator, ctx.temperature = inputs
+        ctx.save_for_backward(probs_BK, draw_BK, noise_BK)
+
+    @staticmethod
+    def backward(ctx, grad_BK):  # type: ignore[no-untyped-def]
+        probs_BK, draw_BK, noise_BK = ctx.saved_tensors
+        # Masked, not log(P + eps): a non-candidate's P is 0, but its gradient through an inactive node above is not.
+        others_BK = probs_BK <= 0
+        gradient = GRADIENTS[ctx.estimator]
+        grad_probs_BK = gradient(grad_BK.masked_fill(others_BK, 0), probs_BK, draw_BK, noise_BK, ctx.temperature)
+        return grad_probs_BK.masked_fill(others_BK, 0), None, None, None, None
+
+
+def _choose(probs_BK: Tensor, noise: Tensor | None) -> Tensor:
+    """The candidate drawn (B,): the largest; where a uniform number (B,) falls; or the winner of a race of exponentials."""
+    if noise is None:
+        return probs_BK.argmax(-1)
+    if noise.ndim == 1:
+        reached_BK = probs_BK.double().cumsum(-1)
+        return (reached_BK < noise[:, None] * reached_BK[:, -1:]).sum(-1)
+    return (probs_BK / noise).argmax(-1)
+
+
+def _apply_stop(probs_BK: Tensor, stop: Stop) -> Tensor:
+    """Who may be drawn: everyone; or, by the paper's footnote, the output node once its rate exceeds all, else the nodes."""
+    if stop == "drawn":
+        return probs_BK
+    nodes_BM, output_B1 = probs_BK[:, :-1], probs_BK[:, -1:]
+    dominant_B1 = output_B1 > nodes_BM.amax(-1, keepdim=True)
+    return torch.cat((nodes_BM * ~dominant_B1, output_B1 * dominant_B1), -1)
+
+
+@torch.compiler.disable
+def unroll(
+    routing: RoutingNetwork,
+    entry_BN: Tensor,
+    *,
+    stop: Stop,
+    estimator: Estimator,
+    temperature: float,
+    num_steps: int,
+    seed: Tensor | None,
+    rows_B: Tensor,
+) -> Sequence:
+    """Algorithm 1 step by step in plain PyTorch, the definition of every faster version; greedy where seed is None."""
+    B, L, N, M = entry_BN.shape[0], routing.num_layers, routing.num_experts, routing.num_nodes
+    active_BM = entry_BN.new_zeros(B, M)
+    nodes_BT = torch.full((B, num_steps), -1, dtype=torch.int64, device=entry_BN.device)
+    running_B = torch.ones(B, dtype=torch.bool, device=entry_BN.device)
+    for step in range(num_steps):
+        if not bool(running_B.any()):
+            break
+        rates = routing(entry_BN, active_BM.view(B, L, N))
+        probs_BK = torch.cat((rates.nodes.flatten(1) * (1 - active_BM), rates.output[:, None]), -1)
+
+        noise = None
+        if seed is not None:
+            gumbel = estimator == "gumbel"
+            noise = exponential(seed, rows_B, step, M + 1).to(probs_BK) if gumbel else uniform(seed, rows_B, step)
+        choice_B = _choose(_apply_stop(probs_BK.detach(), stop), noise)
+        draw_BK = torch.nn.functional.one_hot(choice_B, M + 1).to(probs_BK) * running_B[:, None]
+        race_BK = noise if estimator == "gumbel" else None
+        # The stop draw keeps its gradient: its hard part adds no node, its soft part still moves every rate.
+        drawn_BK = _Draw.apply(probs_BK, draw_BK, race_BK, estimator, temperature) * running_B[:, None]
+
+        active_BM = active_BM + drawn_BK[:, :M]
+        running_B = running_B & (choice_B < M)
+        nodes_BT[:, step] = torch.where(running_B, choice_B, -1)
+    active_BLN = active_BM.view(B, L, N)
+    return Sequence(active_BLN, nodes_BT, (nodes_BT >= 0).sum(-1), routing(entry_BN, active_BLN))
+
+
+def activation_sequence(
+    routing: RoutingNetwork,
+    entry: Tensor,
+    *,
+    select: Select = "sample",
+    stop: Stop = "drawn",
+    estimator: Estimator = "reinmax",
+    temperature: float = 20.0,
+    max_experts: int | None = None,
+    generator: torch.Generator | None = None,
+    rows: Tensor | None = None,
+) -> Sequence:
+    """Find every sample's activation sequence from its entry rates (B, N), before any expert runs.
+
+    One seed is taken from `generator`; what a sample draws then depends on that seed and its row number alone
+    (`rows`, default 0 … B − 1: pass the numbers of a larger batch to draw as its part).
+    """
+    check_options(select=select, stop=stop, estimator=estimator, temperature=temperature, max_experts=max_experts)
+    num_steps = routing.num_nodes if max_experts is None else min(max_experts, routing.num_nodes)
+    if rows is None:
+        rows = torch.arange(entry.shape[0], device=entry.device)
+    elif rows.shape != entry.shape[:1]:
+        raise ValueError(f"rows has shape {tuple(rows.shape)}: must be ({entry.shape[0]},), one number for each sample")
+    seed = new_seed(generator, entry.device) if select == "sample" else None
+    entry = entry.to(torch.promote_types(entry.dtype, torch.float32))
+    return unroll(
+        routing,
+        entry,
+        stop=stop,
+        estimator=estimator,
+        temperature=temperature,
+        num_steps=num_steps,
+        seed=seed,
+        rows_B=rows,
+    )
+
+
+def check_options(
+    *, select: str, stop: str, estimator: str, temperature: float = 1.0, max_experts: int | None = None
+) -> None:
+    """Raise a ValueError that names the option, its value and the rule."""
+    for name, value, allowed in (
+        ("select", select, ("sample", "greedy")),
+        ("stop", stop, ("drawn", "dominant")),
+        ("estimator", estimator, tuple(GRADIENTS)),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature={temperature}: must be positive and finite; the paper uses 10 to 50")
+    if max_experts is not None and max_experts < 0:
+        raise ValueError(f"max_experts={max_experts}: must be at least 0, or None for no budget")
