@@ -1,0 +1,38 @@
+"""Random bits as a pure function of counters: the only randomness of this package.
+
+Legend: n samples.  A shuffle, a split or a crop depends on its own counters (seed, epoch, sample) and on nothing else:
+neither on what was drawn before, nor on the number of ranks, nor on the version of NumPy or PyTorch.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+# One stream a purpose, so that the shuffle of an epoch and its crops do not share their bits.
+SHUFFLE, CROP_Y, CROP_X, FLIP, VALIDATION, TEST = range(6)
+
+_WORD = 0xFFFF_FFFF_FFFF_FFFF
+
+
+def random_bits(stream: int, seed: int, *counters: int | NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return 64 random bits for each entry of the counters, which broadcast against each other."""
+    state = np.zeros(1, dtype=np.uint64)
+    for counter in (stream, seed, *counters):
+        if isinstance(counter, int):
+            word = np.array([counter & _WORD], dtype=np.uint64)
+        else:
+            word = counter.astype(np.uint64)
+        state = _mix(state + word + np.uint64(0x9E37_79B9_7F4A_7C15))
+    return state
+
+
+def permutation(num: int, stream: int, seed: int, *counters: int) -> NDArray[np.int64]:
+    """Return the numbers 0 … num-1 in random order (num,): samples sorted by their bits."""
+    bits_n = random_bits(stream, seed, *counters, np.arange(num, dtype=np.int64))
+    return np.argsort(bits_n, kind="stable").astype(np.int64)
+
+
+def _mix(word: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a bijection that scatters every input bit."""
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+    return word ^ (word >> np.uint64(31))
