@@ -4,16 +4,61 @@ from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from .dataset import Dataset, build_dataset, stratified_split
+from .cache import DamagedError, cache_root, discard_entry, locked, read_entry, write_entry
+from .catalog import NAMES, PUBLIC_SETS, PublicSet
+from .dataset import Dataset, Split, build_dataset, channel_statistics, stratified_split
+from .decode import Arrays
 from .hashing import TEST
+from .own import load_folder, load_npz
+from .progress import say
+from .sources import fetch
 
 
-def load(name: str, root: str | Path | None = None) -> Dataset:
-    """Return the data set called `name`."""
+def load(name: str, root: str | Path | None = None, *, size: int = 32, colour: bool | None = None) -> Dataset:
+    """Return a data set by its name, or by the path of an .npz file or of a folder with one sub-folder a class.
+
+    `root` is the cache folder.  `size` and `colour` concern image folders: every image becomes size x size pixels, and
+    grey or colour; unless stated, colour if any image has it.
+    """
     if name == "digits":
         return load_digits()
-    raise ValueError(f"data set {name!r}: unknown, the names are digits")
+    if name == "union":
+        return load_union(root)
+    if name in PUBLIC_SETS:
+        public_set = PUBLIC_SETS[name]
+        arrays = obtain(public_set, cache_root(root))
+        return build_dataset(name, **arrays, class_names=public_set.class_names)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return load_folder(path, size=size, colour=colour)
+    if path.is_file():
+        return load_npz(path)
+    raise ValueError(
+        f"data set {name!r}: neither a file or folder nor one of {', '.join(NAMES)}; see `raytraced data list`"
+    )
+
+
+def obtain(public_set: PublicSet, root: Path, *, hashed: bool = False) -> Arrays:
+    """Return the arrays of a public set from the cache, fetching them first where they are missing or altered."""
+    try:
+        if (arrays := read_entry(root, public_set, hashed=hashed)) is not None:
+            return arrays
+    except DamagedError:
+        pass  # looked at again under the lock: another process may be replacing it
+    with locked(root, public_set):
+        try:
+            if (arrays := read_entry(root, public_set, hashed=hashed)) is not None:
+                return arrays
+        except DamagedError as error:
+            say(f"{public_set.name}: the cached copy is discarded and fetched again: {error}")
+        discard_entry(root, public_set)
+        write_entry(root, public_set, fetch(public_set, root))
+        arrays = read_entry(root, public_set)
+    if arrays is None:
+        raise FileNotFoundError(f"{root}: {public_set.name} was removed while it was being read")
+    return arrays
 
 
 def load_digits() -> Dataset:
@@ -25,3 +70,28 @@ def load_digits() -> Dataset:
     images = np.round(images[:, None] * (255 / 16)).astype(np.uint8)
     test, train = stratified_split(labels, 0.2, TEST, class_names)
     return build_dataset("digits", images[train], labels[train], images[test], labels[test], class_names)
+
+
+def load_union(root: str | Path | None = None) -> Dataset:
+    """Return the 30-class task of all public sets, split by split; CIFAR-10 is made grey and cut to its middle 28 x 28."""
+    parts = [load(name, root) for name in PUBLIC_SETS]
+
+    def join(split_name: str) -> Split:
+        splits = [getattr(part, split_name) for part in parts]
+        images = torch.cat([grey_28(split.images) for split in splits])
+        return Split(images, torch.cat([split.labels + 10 * number for number, split in enumerate(splits)]))
+
+    train = join("train")
+    class_names = tuple(f"{part.name} {class_name}" for part in parts for class_name in part.class_names)
+    mean, std = channel_statistics(train.images)
+    return Dataset("union", train, join("validation"), join("test"), class_names, mean, std)
+
+
+def grey_28(images: torch.Tensor) -> torch.Tensor:
+    """Return images (n, 1, 28, 28): grey ones as they are, colour ones by (299 R + 587 G + 114 B + 500) // 1000."""
+    top, left = ((side - 28) // 2 for side in images.shape[2:])
+    images = images[:, :, top : top + 28, left : left + 28]
+    if images.shape[1] == 1:
+        return images
+    red, green, blue = images.int().unbind(1)
+    return ((299 * red + 587 * green + 114 * blue + 500) // 1000).to(torch.uint8).unsqueeze(1)
