@@ -50,13 +50,16 @@ def through_weights(active_BLN: Tensor, rates_BLN: Tensor) -> Tensor:
 
 def rates_to_one_weights(active_BLN: Tensor, rates_BLN: Tensor) -> Tensor:
     """Firing rates, normalised to sum to one over the active experts of a layer."""
-    passed_BLN = active_BLN * rates_BLN
-    return passed_BLN / passed_BLN.sum(-1, keepdim=True).clamp_min(RATE_FLOOR)
+    total_BL1 = (active_BLN * rates_BLN).sum(-1, keepdim=True)
+    # In an empty layer an expert's weight would be 1, were it the first: that is the gradient its mask gets.
+    share_BLN = torch.where(total_BL1 > 0, rates_BLN / total_BL1.clamp_min(RATE_FLOOR), 1.0)
+    return active_BLN * share_BLN
 
 
 def rates_weights(active_BLN: Tensor, rates_BLN: Tensor) -> Tensor:
     """Firing rates, normalised to sum to the number of active experts of a layer."""
-    return rates_to_one_weights(active_BLN, rates_BLN) * active_BLN.detach().sum(-1, keepdim=True)
+    count_BL1 = active_BLN.detach().sum(-1, keepdim=True).clamp_min(1)
+    return rates_to_one_weights(active_BLN, rates_BLN) * count_BL1
 
 
 WEIGHTINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

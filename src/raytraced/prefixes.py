@@ -30,6 +30,11 @@ def anytime(
 
     Step k is what `model(images, max_experts=k)` returns.
     """
+    if max_experts is not None and max_experts < 0:
+        raise ValueError(f"max_experts={max_experts}: must be at least 0, or None for no budget")
+    if not bool(images.isfinite().all()):
+        bad = int((~images.isfinite()).sum())
+        raise ValueError(f"images: {bad} of {images.numel()} values are not finite; mend or drop these images")
     hidden_BD = model.input_block(images)
     if generator is None and (select or ("greedy" if not model.training else model.layer.train_select)) == "sample":
         generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))

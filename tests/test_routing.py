@@ -1,0 +1,118 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytraced import RoutingNetwork, preset, rays
+from reference import rates_of_one
+
+
+def random_active(batch, num_layers, num_experts):
+    """Any active set, not only those that a sequence can reach: the law of conservation knows no difference."""
+    return (torch.rand(batch, num_layers, num_experts) < torch.rand(batch, 1, 1)).double()
+
+
+sizes = st.tuples(st.integers(1, 5), st.integers(1, 9), st.integers(0, 2**31))
+
+
+@given(sizes)
+def test_rates_and_output_sum_to_one_and_are_never_negative(size):
+    num_layers, num_experts, seed = size
+    torch.manual_seed(seed)
+    routing = RoutingNetwork(num_layers, num_experts).double()
+    entry = torch.randn(7, num_experts, dtype=torch.float64).softmax(-1)
+    active = random_active(7, num_layers, num_experts)
+    rates = routing(entry, active)
+    absorbed = (rates.nodes * (1 - active)).sum((1, 2)) + rates.output
+    assert torch.allclose(absorbed, torch.ones(7, dtype=torch.float64), atol=1e-12)
+    assert (rates.nodes >= 0).all()
+    assert (rates.output >= 0).all()
+
+
+@given(sizes)
+def test_rates_equal_the_loop_over_nodes_with_gradients(size):
+    num_layers, num_experts, seed = size
+    torch.manual_seed(seed)
+    routing = RoutingNetwork(num_layers, num_experts).double()
+    entry = torch.randn(3, num_experts, dtype=torch.float64).softmax(-1).requires_grad_()
+    active = random_active(3, num_layers, num_experts).requires_grad_()
+    seen = torch.randn(3, num_layers, num_experts, dtype=torch.float64)
+    inputs = [entry, active, *routing.parameters()]
+
+    rates = routing(entry, active)
+    fast = torch.autograd.grad((rates.nodes * seen).sum() + rates.output.square().sum(), inputs)
+    loss = torch.zeros((), dtype=torch.float64)
+    for b in range(3):
+        nodes, output = rates_of_one(routing, entry[b], active[b])
+        stacked = torch.stack([torch.stack(layer) for layer in nodes])
+        assert torch.allclose(rates.nodes[b], stacked, atol=1e-12)
+        assert torch.allclose(rates.output[b], output, atol=1e-12)
+        loss = loss + (stacked * seen[b]).sum() + output.square()
+    slow = torch.autograd.grad(loss, inputs, materialize_grads=True)
+    for a, b in zip(fast, slow, strict=True):
+        assert torch.allclose(a, b, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "shapes"), [(1, []), (2, [(8, 9)]), (3, [(8, 9), (1, 8, 9, 8)]), (4, [(8, 9), (2, 8, 9, 8)])]
+)
+def test_gates_have_the_shapes_of_the_paper(num_layers, shapes):
+    assert [tuple(p.shape) for p in RoutingNetwork(num_layers, 8).parameters()] == shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "input_block"),
+    [("paper-mnist", 40_202, 12_560), ("paper-fashion-mnist", 40_202, 12_560), ("paper-cifar10", 33_330, 5_688)],
+)
+def test_parameter_counts_are_those_of_table_2(name, total, input_block):
+    def count(module):
+        return sum(p.numel() for p in module.parameters())
+
+    model = preset(name)
+    assert count(model) == total
+    assert count(model.input_block) == input_block
+    assert count(model.layer.gate) == 136
+    assert count(model.layer.routing) == 8 * 9 * 1 + 2 * 8 * 9 * 8 == 1_224
+    assert count(model.layer.experts) == 32 * 816
+    assert count(model.head) == 170
+
+
+def test_initial_weights_have_variance_n_plus_one_and_unit_without_scaling():
+    scaled = RoutingNetwork(40, 16).gate_inner
+    plain = RoutingNetwork(40, 16, scale_init=False).gate_inner
+    # 38·16·17·16 = 165,376 weights: the relative error of a variance is √(2/n) = 0.35 %; five times that is allowed.
+    assert scaled.var().item() == pytest.approx(17, rel=0.018)
+    assert plain.var().item() == pytest.approx(1, rel=0.018)
+
+
+def test_scaling_makes_the_routing_more_heterogeneous():
+    def entropy(scale_init):
+        torch.manual_seed(0)
+        routing = RoutingNetwork(4, 8, scale_init=scale_init)
+        rates = routing(torch.randn(500, 8).softmax(-1), torch.ones(500, 4, 8)).nodes[:, -1]
+        share = rates / rates.sum(-1, keepdim=True)
+        return -(share * share.log()).sum(-1).mean()
+
+    assert entropy(True) < entropy(False)
+
+
+def test_rates_stay_in_float32_for_entries_of_half_precision():
+    routing = RoutingNetwork(3, 4).bfloat16()
+    rates = routing(torch.randn(5, 4).softmax(-1).bfloat16(), torch.ones(5, 3, 4).bfloat16())
+    assert rates.nodes.dtype == rates.output.dtype == torch.float32
+    assert torch.allclose(rates.output, torch.ones(5), atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: RoutingNetwork(0, 8), "num_layers=0: must be at least 1"),
+        (lambda: RoutingNetwork(4, -2), "num_experts=-2: must be at least 1"),
+        (lambda: RoutingNetwork(2, 3)(torch.ones(5, 4), torch.ones(5, 2, 4)), r"entry has shape \(5, 4\): must be \(batch, 3\)"),
+        (lambda: RoutingNetwork(2, 3)(torch.ones(5, 3), torch.ones(5, 3, 2)), r"active has shape \(5, 3, 2\): must be \(5, 2, 3\)"),
+        (lambda: rays.simulate(RoutingNetwork(2, 3), torch.ones(5, 3), torch.ones(5, 2, 3), 0), "num_rays=0: must be at least 1"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named_with_its_value_and_the_rule(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,270 @@
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytraced import RoutingNetwork, activation_sequence, rays
+from raytraced.draws import exponential, new_seed
+from reference import all_paths, greedy_of_one, rates_of_one, sequence_of_one
+
+ESTIMATORS = ("reinmax", "gumbel", "straight-through")
+SELECTS = ("sample", "greedy")
+STOPS = ("drawn", "dominant")
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def entries(batch, num_experts, dtype=torch.float32):
+    return torch.randn(batch, num_experts, dtype=dtype).softmax(-1)
+
+
+def orders(nodes):
+    return [tuple(k for k in row if k >= 0) for row in nodes.tolist()]
+
+
+grids = st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**31))
+
+
+@given(grids, st.sampled_from(SELECTS), st.sampled_from(STOPS), st.sampled_from(ESTIMATORS))
+def test_sequences_obey_the_laws_of_the_grid(grid, select, stop, estimator):
+    num_layers, num_experts, seed = grid
+    torch.manual_seed(seed)
+    routing = RoutingNetwork(num_layers, num_experts)
+    found = activation_sequence(routing, entries(20, num_experts), select=select, stop=stop, estimator=estimator)
+    assert ((found.active == 0) | (found.active == 1)).all()
+    for row, order in enumerate(orders(found.nodes)):
+        assert len(set(order)) == len(order) == found.num_active[row] >= 1
+        assert sorted(order) == found.active[row].flatten().nonzero()[:, 0].tolist()
+        for place, node in enumerate(order):
+            layer = node // num_experts
+            above = [k for k in order[:place] if k // num_experts == layer - 1]
+            assert layer == 0 or above, "a node was activated with no active node above it"
+        layers = {node // num_experts for node in order}
+        assert layers == set(range(len(layers))), "active layers have a gap"
+
+
+@given(grids)
+def test_rates_and_output_sum_to_one_at_every_step(grid):
+    num_layers, num_experts, seed = grid
+    torch.manual_seed(seed)
+    routing, entry = RoutingNetwork(num_layers, num_experts).double(), entries(5, num_experts, torch.float64)
+    for steps in range(num_layers * num_experts + 1):
+        found = activation_sequence(routing, entry, max_experts=steps, generator=generator())
+        absorbed = (found.rates.nodes * (1 - found.active)).sum((1, 2)) + found.rates.output
+        assert torch.allclose(absorbed, torch.ones(5, dtype=torch.float64), atol=1e-12)
+
+
+def check_frequencies(paths, counts, num_draws):
+    """Each path's frequency within five standard errors of its probability: under 1e-4 to fail by chance for 100 paths."""
+    assert sum(paths.values()) == pytest.approx(1)
+    assert set(counts) <= set(paths)
+    for path, p in paths.items():
+        bound = 5 * (p * (1 - p) / num_draws) ** 0.5 + 1 / num_draws
+        assert abs(counts[path] / num_draws - p) <= bound, (path, p, counts[path])
+
+
+@pytest.mark.parametrize(("num_layers", "num_experts"), [(1, 3), (2, 2), (3, 1)])
+@pytest.mark.parametrize("view", ["reinmax", "gumbel", "waiting times"])
+def test_drawn_paths_match_exact_enumeration(num_layers, num_experts, view):
+    routing = RoutingNetwork(num_layers, num_experts).double()
+    entry, num_draws = entries(1, num_experts, torch.float64), 40_000
+    batch = entry.expand(num_draws, -1)
+    if view == "waiting times":
+        nodes = rays.waiting_times(routing, batch, generator()).nodes
+    else:
+        nodes = activation_sequence(routing, batch, estimator=view, generator=generator()).nodes
+    check_frequencies(all_paths(routing, entry[0]), Counter(orders(nodes)), num_draws)
+
+
+def test_waiting_times_between_activations_are_exponential_with_rate_one():
+    routing = RoutingNetwork(3, 4).double()
+    waiting = rays.waiting_times(routing, entries(1, 4, torch.float64).expand(20_000, -1), generator())
+    # All that is absorbed sums to one at every step, so each wait is Exp(1): mean 1, standard error 1/√20,000 = 0.0071.
+    assert waiting.times[:, 0].mean().item() == pytest.approx(1, abs=0.036)
+    counts = (waiting.nodes >= 0).sum(-1)
+    assert (waiting.stop_time / (counts + 1)).mean().item() == pytest.approx(1, abs=0.036)
+    assert (waiting.times.diff()[waiting.nodes[:, 1:] >= 0] > 0).all()
+
+
+@given(grids)
+def test_rays_are_absorbed_where_the_rates_say(grid):
+    num_layers, num_experts, seed = grid
+    torch.manual_seed(seed)
+    routing, entry, num_rays = RoutingNetwork(num_layers, num_experts), entries(2, num_experts), 4_000
+    found = activation_sequence(routing, entry, generator=generator(seed))
+    counts = rays.simulate(routing, entry, found.active, num_rays, generator(seed))
+    probs = torch.cat(((found.rates.nodes * (1 - found.active)).flatten(1), found.rates.output[:, None]), 1).detach()
+    assert (counts.sum(-1) == num_rays).all()
+    bound = 5.5 * (probs * (1 - probs) / num_rays).clamp_min(0).sqrt() + 2 / num_rays
+    assert ((counts / num_rays - probs).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(
+    ("estimator", "select", "max_experts"), list(itertools.product(ESTIMATORS, SELECTS, (None, 0, 3)))
+)
+def test_active_set_and_gradients_equal_the_loop_over_samples(estimator, select, max_experts):
+    torch.manual_seed(3)
+    num_layers, num_experts, batch = 3, 3, 6
+    routing = RoutingNetwork(num_layers, num_experts).double()
+    entry = entries(batch, num_experts, torch.float64).requires_grad_()
+    found = activation_sequence(
+        routing,
+        entry,
+        select=select,
+        estimator=estimator,
+        temperature=7.0,
+        max_experts=max_experts,
+        generator=generator(),
+    )
+    seen = torch.randn(2, batch, num_layers, num_experts, dtype=torch.float64)
+    inputs = [entry, *routing.parameters()]
+    loss = (found.active * seen[0]).sum() + (found.rates.nodes * seen[1]).sum() + found.rates.output.square().sum()
+    fast = torch.autograd.grad(loss, inputs)
+
+    noise = [None] * batch
+    if estimator == "gumbel" and select == "sample":
+        seed, rows = new_seed(generator(), torch.device("cpu")), torch.arange(batch)
+        noise = torch.stack([exponential(seed, rows, t, num_layers * num_experts + 1) for t in range(10)], 1)
+    slow_loss = torch.zeros((), dtype=torch.float64)
+    for b, nodes in enumerate(orders(found.nodes)):
+        if select == "greedy":
+            expected, stopped = greedy_of_one(routing, entry[b], max_experts)
+            assert list(nodes) == expected
+        else:
+            stopped = len(nodes) < (9 if max_experts is None else max_experts)
+        active = sequence_of_one(
+            routing, entry[b], nodes, stopped=stopped, estimator=estimator, noise=noise[b], temperature=7.0
+        )
+        rates, output = rates_of_one(routing, entry[b], active)
+        stacked = torch.stack([torch.stack(layer) for layer in active])
+        assert torch.allclose(stacked, found.active[b], atol=1e-12)
+        rates = torch.stack([torch.stack(layer) for layer in rates])
+        slow_loss = slow_loss + (stacked * seen[0, b]).sum() + (rates * seen[1, b]).sum() + output.square()
+    slow = torch.autograd.grad(slow_loss, inputs, materialize_grads=True)
+    for a, b in zip(fast, slow, strict=True):
+        assert torch.allclose(a, b, rtol=1e-8, atol=1e-10)
+    assert max_experts == 0 or all(g.abs().max() > 0 for g in fast)
+
+
+@given(grids, st.sampled_from(ESTIMATORS))
+def test_greedy_by_drawing_equals_greedy_by_dominance(grid, estimator):
+    num_layers, num_experts, seed = grid
+    torch.manual_seed(seed)
+    routing, entry = RoutingNetwork(num_layers, num_experts).double(), entries(9, num_experts, torch.float64)
+    entry.requires_grad_()
+    results = []
+    for stop in STOPS:
+        found = activation_sequence(routing, entry, select="greedy", stop=stop, estimator=estimator)
+        (grad,) = torch.autograd.grad((found.active * torch.arange(num_experts)).sum(), entry)
+        results.append((found.nodes, found.active, grad))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_sampling_by_dominance_stops_just_when_the_output_exceeds_every_candidate():
+    routing, entry = RoutingNetwork(3, 4).double(), entries(200, 4, torch.float64)
+    found = activation_sequence(routing, entry, stop="dominant", generator=generator())
+    for b, nodes in enumerate(orders(found.nodes)):
+        for count in range(len(nodes) + 1):
+            active = [[float(l * 4 + i in nodes[:count]) for i in range(4)] for l in range(3)]
+            rates, output = rates_of_one(routing, entry[b], active)
+            rivals = [r for l in range(3) for i, r in enumerate(rates[l]) if not active[l][i]]
+            assert (output > max(rivals, default=0)) == (count == len(nodes))
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_same_generator_state_same_result_and_the_next_call_differs(estimator):
+    routing, entry, g = RoutingNetwork(4, 8), entries(64, 8), generator()
+    first = activation_sequence(routing, entry, estimator=estimator, generator=g)
+    second = activation_sequence(routing, entry, estimator=estimator, generator=g)
+    again = activation_sequence(routing, entry, estimator=estimator, generator=generator())
+    assert torch.equal(first.nodes, again.nodes)
+    assert not torch.equal(first.nodes, second.nodes)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("select", SELECTS)
+def test_order_and_split_of_a_batch_change_nothing(estimator, select):
+    routing, entry = RoutingNetwork(4, 8).double(), entries(50, 8, torch.float64)
+    rows = torch.arange(50)
+
+    def run(part):
+        return activation_sequence(
+            routing, entry[part], select=select, estimator=estimator, generator=generator(), rows=rows[part]
+        )
+
+    whole, order = run(rows), torch.randperm(50)
+    assert torch.equal(run(order).nodes, whole.nodes[order])
+    assert torch.equal(torch.cat([run(rows[:17]).nodes, run(rows[17:18]).nodes, run(rows[18:]).nodes]), whole.nodes)
+    assert torch.allclose(run(rows[17:18]).rates.nodes, whole.rates.nodes[17:18], atol=1e-14)
+
+
+def test_a_budget_cuts_the_same_sequence_short():
+    routing, entry = RoutingNetwork(4, 8), entries(64, 8)
+    whole = activation_sequence(routing, entry, generator=generator())
+    for budget in (0, 1, 5, 32, 99):
+        cut = activation_sequence(routing, entry, max_experts=budget, generator=generator())
+        assert torch.equal(cut.nodes, whole.nodes[:, :budget])
+        assert torch.equal(cut.num_active, whole.num_active.clamp(max=budget))
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e4, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("select", SELECTS)
+def test_rates_that_underflow_leave_values_and_gradients_finite(scale, dtype, estimator, select):
+    routing = RoutingNetwork(4, 5).to(dtype)
+    with torch.no_grad():
+        for weight in routing.parameters():
+            weight.mul_(scale)
+    entry = (torch.randn(40, 5, dtype=dtype) * 50).softmax(-1).requires_grad_()
+    found = activation_sequence(routing, entry, select=select, estimator=estimator, generator=generator())
+    loss = found.active.sum() + found.rates.nodes.square().sum() + found.rates.output.sum()
+    for value in (
+        found.active,
+        found.rates.nodes,
+        found.rates.output,
+        *torch.autograd.grad(loss, [entry, *routing.parameters()]),
+    ):
+        assert value.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_experts", "batch"), [(1, 1, 3), (1, 4, 3), (3, 1, 3), (2, 3, 0), (1, 1, 0)]
+)
+@pytest.mark.parametrize("select", SELECTS)
+def test_the_smallest_grids_and_an_empty_batch_work(num_layers, num_experts, batch, select):
+    routing, entry = RoutingNetwork(num_layers, num_experts), entries(batch, num_experts).requires_grad_()
+    found = activation_sequence(routing, entry, select=select)
+    assert found.nodes.shape == (batch, num_layers * num_experts)
+    assert found.active.shape == found.rates.nodes.shape == (batch, num_layers, num_experts)
+    (found.active.sum() + found.rates.nodes.sum()).backward()
+    assert entry.grad.isfinite().all()
+
+
+def test_half_precision_entries_give_rates_in_float32():
+    found = activation_sequence(RoutingNetwork(3, 4), entries(8, 4).half(), select="greedy")
+    assert found.rates.nodes.dtype == found.active.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"select": "best"}, "select='best': must be one of sample, greedy"),
+        ({"stop": "never"}, "stop='never': must be one of drawn, dominant"),
+        ({"estimator": "reinforce"}, "estimator='reinforce': must be one of straight-through, reinmax, gumbel"),
+        ({"temperature": -1.0}, "temperature=-1.0: must be positive and finite"),
+        ({"temperature": 0.0}, "temperature=0.0: must be positive and finite"),
+        ({"temperature": float("nan")}, "temperature=nan: must be positive and finite"),
+        ({"max_experts": -1}, "max_experts=-1: must be at least 0, or None"),
+        ({"rows": torch.arange(4)}, r"rows has shape \(4,\): must be \(3,\)"),
+    ],
+)
+def test_bad_options_are_named_with_their_value_and_the_rule(options, message):
+    with pytest.raises(ValueError, match=message):
+        activation_sequence(RoutingNetwork(2, 3), entries(3, 3), **options)
