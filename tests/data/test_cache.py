@@ -1,0 +1,194 @@
+"""The cache under faults: cut and altered files, two processes, a kill, a full disk, a folder that is not there."""
+
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from raytraced.data import cache
+from raytraced.data.cache import cache_root, entry_folder, read_entry
+from raytraced.data.sources import obtain
+
+OBTAIN = """
+import pickle, sys
+from pathlib import Path
+from raytraced.data.sources import obtain
+arrays = obtain(pickle.loads(bytes.fromhex(sys.argv[1])), Path(sys.argv[2]))
+print(sum(int(array.sum(dtype=int)) for array in arrays.values()))
+"""
+
+
+def start(public_set, root, **options):
+    """Another process that obtains the set and prints the sum of all its bytes."""
+    command = [sys.executable, "-c", OBTAIN, pickle.dumps(public_set).hex(), str(root)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def assert_same(arrays, expected):
+    for key, array in expected.items():
+        np.testing.assert_array_equal(arrays[key], array)
+
+
+def alter(path, **how):
+    """Change one byte in the middle of the pixels, or cut the file, or replace it."""
+    content = bytearray(path.read_bytes())
+    if "length" in how:
+        content = content[: how["length"]]
+    elif "text" in how:
+        content = bytearray(how["text"])
+    else:
+        content[-how["from_end"]] ^= 1
+    path.write_bytes(content)
+
+
+def test_cached_arrays_are_memory_maps_that_never_change_the_file(tiny, server, tmp_path):
+    public_set = tiny.public_set(server.address)
+    arrays = obtain(public_set, tmp_path)
+    assert all(isinstance(array, np.memmap) for array in arrays.values())
+    arrays["train_images"][:] = 0
+    assert_same(obtain(public_set, tmp_path, hashed=True), tiny.arrays)
+
+
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        ({"from_end": 7}, "expected sha256 .*, found "),
+        ({"length": 200}, "cut or altered file"),
+        ({"length": 20}, "cut or altered file"),
+        ({"length": 0}, "cut or altered file"),
+        ({"text": b"something else"}, "cut or altered file"),
+    ],
+)
+def test_altered_entry_is_told_discarded_and_fetched_again(tiny, server, tmp_path, capsys, how, found):
+    public_set = tiny.public_set(server.address)
+    obtain(public_set, tmp_path)
+    alter(entry_folder(tmp_path, public_set) / "train_images.npy", **how)
+    capsys.readouterr()
+    with pytest.raises(cache.DamagedError, match=found):
+        read_entry(tmp_path, public_set)
+    assert_same(obtain(public_set, tmp_path), tiny.arrays)
+    assert "tiny: the cached copy is discarded and fetched again: " in capsys.readouterr().err
+    assert len(server.requests) == 8
+
+
+def test_entry_that_lost_a_file_is_fetched_again(tiny, server, tmp_path, capsys):
+    public_set = tiny.public_set(server.address)
+    obtain(public_set, tmp_path)
+    (entry_folder(tmp_path, public_set) / "test_labels.npy").unlink()
+    assert_same(obtain(public_set, tmp_path), tiny.arrays)
+    assert "expected 4 arrays, some are missing" in capsys.readouterr().err
+
+
+def test_altered_entry_is_not_used_when_nothing_can_replace_it(tiny, server, tmp_path):
+    public_set = tiny.public_set(server.address)
+    obtain(public_set, tmp_path)
+    alter(entry_folder(tmp_path, public_set) / "train_images.npy", from_end=7)
+    server.files.clear()
+    for _ in range(2):
+        with pytest.raises(OSError, match="no source could give it"):
+            obtain(public_set, tmp_path)
+
+
+def test_get_finds_an_altered_byte_even_behind_an_unchanged_time(tiny, server, tmp_path):
+    public_set = tiny.public_set(server.address)
+    obtain(public_set, tmp_path)
+    path = entry_folder(tmp_path, public_set) / "train_images.npy"
+    status = path.stat()
+    alter(path, from_end=7)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert read_entry(tmp_path, public_set) is not None
+    with pytest.raises(cache.DamagedError, match="expected sha256"):
+        read_entry(tmp_path, public_set, hashed=True)
+
+
+def test_bytes_are_hashed_again_only_when_a_file_changed(tiny, server, tmp_path, monkeypatch):
+    public_set = tiny.public_set(server.address)
+    obtain(public_set, tmp_path)
+    hashed = []
+    plain_check = cache.check_array
+
+    def note_check(label, array, info, **options):
+        hashed.append(options["hashed"])
+        plain_check(label, array, info, **options)
+
+    monkeypatch.setattr(cache, "check_array", note_check)
+    obtain(public_set, tmp_path)
+    os.utime(entry_folder(tmp_path, public_set) / "train_images.npy")
+    obtain(public_set, tmp_path)
+    obtain(public_set, tmp_path)
+    assert hashed == [False] * 4 + [True, False, False, False] + [False] * 4
+
+
+def test_two_processes_at_once_download_once_and_both_end_well(tiny, server, tmp_path):
+    public_set = tiny.public_set(server.address)
+    server.gate.clear()
+    processes = [start(public_set, tmp_path), start(public_set, tmp_path)]
+    # The one without the lock says so; only then may the download of the other go on.
+    lines = {process: process.stderr.readline() for process in processes}
+    assert sorted(lines.values()) == [
+        "tiny: another process is getting it, waiting\n",
+        f"tiny: trying {server.address}\n",
+    ]
+    server.gate.set()
+    total = sum(int(array.sum(dtype=int)) for array in tiny.arrays.values())
+    for process in processes:
+        output, errors = process.communicate(timeout=60)
+        assert (process.returncode, output) == (0, f"{total}\n"), errors
+    assert sorted(server.requests) == sorted(tiny.files)
+
+
+def test_process_killed_in_a_download_leaves_no_entry_and_no_lock(tiny, server, tmp_path):
+    public_set = tiny.public_set(server.address)
+    server.gate.clear()
+    process = start(public_set, tmp_path)
+    assert process.stderr.readline() == f"tiny: trying {server.address}\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert not entry_folder(tmp_path, public_set).exists()
+    server.gate.set()
+    assert_same(obtain(public_set, tmp_path), tiny.arrays)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".tiny.lock", "tiny-arrays"]
+
+
+def test_no_entry_appears_when_the_disk_is_full(tiny, server, tmp_path):
+    def limit_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
+
+    largest = max(map(len, tiny.files.values()))
+    assert largest > 700
+    process = start(tiny.public_set(server.address), tmp_path, preexec_fn=limit_files)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    message = errors.splitlines()[-1]
+    assert message.startswith(f"OSError: {tmp_path}: no space left (File too large), tiny needs up to ")
+    assert message.endswith("name another folder with --root or RAYTRACED_HOME")
+    assert [path.name for path in tmp_path.iterdir()] == [".tiny.lock"]
+
+
+def test_missing_cache_folder_is_made(tiny, server, tmp_path):
+    assert_same(obtain(tiny.public_set(server.address), tmp_path / "not" / "yet" / "there"), tiny.arrays)
+
+
+def test_cache_folder_that_cannot_be_made_is_told_with_the_remedy(tiny, server, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(
+        OSError, match=r"file/data: cannot be used as the cache folder \(Not a directory\); name another"
+    ):
+        obtain(tiny.public_set(server.address), tmp_path / "file" / "data")
+
+
+def test_cache_folder_follows_root_then_raytraced_home_then_xdg(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYTRACED_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_root(tmp_path / "root") == tmp_path / "root"
+    assert cache_root() == tmp_path / "home" / "data"
+    monkeypatch.delenv("RAYTRACED_HOME")
+    assert cache_root() == tmp_path / "xdg" / "raytraced" / "data"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_root() == tmp_path / ".cache" / "raytraced" / "data"
