@@ -1,0 +1,150 @@
+"""What a run is made of: one frozen dataclass whose fields are the options of `raytraced train`, and its presets."""
+
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Preset = Literal["best", "paper", "quick"]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Options of a training run."""
+
+    data: str = "digits"
+    """data set: digits, mnist, fashion-mnist, cifar10, a folder of class folders, or an .npz file"""
+    model: str = "mre"
+    """model: see `raytraced models`"""
+    preset: Preset = "best"
+    """the defaults of all options below: our best recipe for this data set, the paper's, or one that is over soon"""
+    model_options: dict[str, Any] = field(default_factory=dict)
+    """options of the model, one by one: --model_options.train_select greedy"""
+    data_root: str | None = None
+    """where data sets are looked for and kept (default: RAYTRACED_HOME or the user's cache folder)"""
+    image_size: int = 32
+    """side, in pixels, that the images of a folder of one's own are brought to"""
+    augment: bool = False
+    """shift and mirror training images (colour images)"""
+
+    epochs: int = 40
+    """passes over the training images"""
+    batch_size: int = 256
+    """images a step, over all processes together"""
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    """how gradients move the weights (sgd: momentum 0.9)"""
+    lr: float = 5e-3
+    """learning rate"""
+    lr_routing: float | None = None
+    """learning rate of the entry gate and the routing network (default: lr)"""
+    lr_experts: float | None = None
+    """learning rate of the experts (default: lr)"""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """how the learning rate moves: down to 0 along a half cosine, or not at all"""
+    warmup: float = 0.0
+    """epochs over which the learning rate first rises from 0"""
+    weight_decay: float = 0.0
+    """pull of the weights to 0 (adamw: decoupled from the gradient)"""
+    clip: float | None = None
+    """largest norm of the gradient; a larger one is scaled down"""
+    label_smoothing: float = 0.0
+    """share of the target that is spread over all classes"""
+    patience: int | None = None
+    """stop after this many epochs without a better validation accuracy, and keep the best weights"""
+    expert_cost: float = 0.0
+    """the cost dial: adds this times the expected number of experts to the loss"""
+    anytime_loss: float = 0.0
+    """share (0 to 1) of the loss that is asked of the answers along the sequence, not only of the last one"""
+
+    seed: int = 0
+    """of the weights, the order of images and all draws"""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, …; auto takes a GPU if there is one"""
+    threads: int | None = None
+    """CPU threads (default: torch's choice); another number may change the last bits of a result"""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """of the matrix products; weights and firing rates stay in float32"""
+    compile: bool = False
+    """compile the model first: takes a while, pays for large models only"""
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """under torchrun: a whole model in each process, or a shard"""
+
+    output: str = "runs"
+    """folder that run folders are made in"""
+    name: str | None = None
+    """name of the run folder (default: time, data and model)"""
+    checkpoint_seconds: float = 60.0
+    """a checkpoint at least this often; there is one after every epoch anyway"""
+    checkpoint_steps: int | None = None
+    """a checkpoint every so many steps too"""
+    quiet: bool = False
+    """print nothing but the run folder"""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        at_least = {
+            "image_size": 1,
+            "epochs": 0,
+            "batch_size": 1,
+            "seed": 0,
+            "patience": 1,
+            "threads": 1,
+            "checkpoint_steps": 1,
+        }
+        for name, least in at_least.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value}: must be at least {least}")
+        for name in ("warmup", "weight_decay", "expert_cost", "checkpoint_seconds"):
+            _require(self, name, getattr(self, name) >= 0, "must not be negative")
+        for name in ("lr", "lr_routing", "lr_experts", "clip"):
+            value = getattr(self, name)
+            _require(self, name, value is None or 0 < value < float("inf"), "must be positive and finite")
+        _require(self, "label_smoothing", 0 <= self.label_smoothing < 1, "must lie in 0 … 1 (1 excluded)")
+        _require(self, "anytime_loss", 0 <= self.anytime_loss <= 1, "must lie in 0 … 1")
+        _require(self, "warmup", self.warmup <= max(self.epochs, 0), f"must not exceed epochs={self.epochs}")
+        if self.name is not None and (not self.name or Path(self.name).name != self.name):
+            raise ValueError(f"name={self.name!r}: must be a plain folder name; --output sets where it is made")
+
+    @staticmethod
+    def preset_values(chosen: dict[str, Any]) -> dict[str, Any]:
+        """The defaults that go with the chosen preset, data and model."""
+        return preset_values(chosen["preset"], chosen["data"], chosen["model"])
+
+
+def _require(config: TrainConfig, name: str, holds: bool, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}={getattr(config, name)}: {rule}")
+
+
+def preset_values(preset: Preset, data: str, model: str) -> dict[str, Any]:
+    """The options that a preset sets for this data set and model; the others keep their own defaults."""
+    digits = data == "digits"
+    if preset == "paper":
+        return {
+            "epochs": 40,
+            "batch_size": 256,
+            "lr": 5e-3 if model.startswith("mre") else 1e-3,
+            "schedule": "constant",
+        }
+    best = {"epochs": 60, "batch_size": 64} if digits else {"epochs": 40, "batch_size": 256}
+    return best | {"epochs": 5 if digits else 2} if preset == "quick" else best
+
+
+def write_config(config: TrainConfig) -> str:
+    """The configuration as the text of config.yaml."""
+    import yaml
+
+    return str(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True))
+
+
+def read_config(path: str | os.PathLike[str]) -> TrainConfig:
+    """The configuration that a run folder's config.yaml holds."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return TrainConfig(**values)
+    except (yaml.YAMLError, TypeError) as error:
+        first_line = str(error).splitlines()[0]
+        raise ValueError(f"{path}: is not the configuration of a run ({first_line})") from error

@@ -1,0 +1,37 @@
+"""Files that a crash cannot spoil: written whole under a temporary name, flushed, then renamed."""
+
+import os
+from pathlib import Path
+
+
+def write_file(path: Path, content: bytes | str) -> None:
+    """Write a file so that, whatever happens, its name leads to the old content or to the new one, never to a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        # a failed write() carries no file name: tell which one it was
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    flush_folder(path.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Make a rename inside the folder survive a power cut."""
+    if os.name == "nt":  # Windows cannot open folders
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete temporary files of a process that was killed while it wrote."""
+    for leftover in folder.glob(".*.tmp"):
+        leftover.unlink(missing_ok=True)

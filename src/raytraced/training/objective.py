@@ -1,0 +1,88 @@
+"""What is minimised: cross-entropy, the model's own loss, the cost dial, and the loss on prefixes.
+
+B samples of this process, C classes, L layers, N experts a layer.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from raytraced.training.config import TrainConfig
+
+PREFIXES = (0, 1, 2, 4, 8)  # the answers that anytime_loss asks for, each of them one more pass
+
+
+class StepResult(NamedTuple):
+    """The loss to call backward on, and sums over this process's samples for the metrics."""
+
+    loss: Tensor
+    loss_sum: Tensor
+    num_correct: Tensor
+    load: Tensor  # (L, N): how many samples activated each node
+    logits: Tensor  # (B, C), to say where a NaN came from
+
+
+class Objective(nn.Module):
+    """A model and how it is judged; one module, so that a step is one forward pass for DDP and FSDP."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig, world_size: int = 1) -> None:
+        super().__init__()
+        self.model = model
+        self.config = config
+        self.world_size = world_size
+
+    def forward(self, images: Tensor, labels_B: Tensor, rows_B: Tensor, seed: int, num_global: int) -> StepResult:
+        """The loss of this process's share of a global batch with num_global samples."""
+        config = self.config
+        out = self.run_model(images, rows_B, seed)
+        # sums over the global batch's size, times the number of processes, over which gradients are averaged:
+        # the same as the mean in one process, with an uneven last batch too
+        share = self.world_size / num_global
+        loss_sum = cross_entropy(out.logits, labels_B, reduction="sum", label_smoothing=config.label_smoothing)
+        answer_loss = loss_sum
+        if config.anytime_loss:
+            prefix_sum = self.prefix_losses(images, labels_B, rows_B, seed)
+            answer_loss = (1 - config.anytime_loss) * loss_sum + config.anytime_loss * prefix_sum
+        loss = answer_loss * share
+        if out.loss is not None:
+            loss = loss + out.loss * (len(labels_B) * share)
+        if config.expert_cost:
+            if not out.active.requires_grad and len(labels_B):
+                raise ValueError(
+                    f"expert_cost={config.expert_cost}: model {config.model!r} cannot learn to use fewer experts"
+                )
+            loss = loss + config.expert_cost * share * out.active.sum()
+        if self.world_size > 1:
+            # an expert that no sample of this process chose still takes part, or the others would wait for its gradient
+            loss = loss + 0 * sum(parameter.sum() for parameter in self.model.parameters())
+        num_correct = (out.logits.detach().argmax(-1) == labels_B).sum()
+        return StepResult(loss, loss_sum.detach(), num_correct, out.active.detach().sum(0), out.logits.detach())
+
+    def predict(self, images: Tensor, rows_B: Tensor, seed: int, **options: Any) -> Any:
+        """The model's output, for evaluation: with FSDP an entrance of its own, before which weights are gathered."""
+        return self.run_model(images, rows_B, seed, **options)
+
+    def run_model(self, images: Tensor, rows_B: Tensor, seed: int, **options: Any) -> Any:
+        """The model's output; all draws follow from the seed and the samples' row numbers."""
+        generator = torch.Generator(images.device).manual_seed(seed)
+        return self.model(images, generator=generator, rows=rows_B, **options)
+
+    def prefix_losses(self, images: Tensor, labels_B: Tensor, rows_B: Tensor, seed: int) -> Tensor:
+        """The mean over PREFIXES of the summed cross-entropy; the same seed gives prefixes of the same sequences."""
+        losses = []
+        for num_experts in PREFIXES:
+            out = self.run_model(images, rows_B, seed, max_experts=num_experts)
+            losses.append(cross_entropy(out.logits, labels_B, reduction="sum"))
+        return torch.stack(losses).mean()
+
+
+def step_seed(seed: int, step: int) -> int:
+    """A seed for one step's draws, a pure function of the run's seed and the step: nothing to save for a resume."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % 2**64
+    mixed = (
+        (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
+    ) % 2**64  # SplitMix64's finaliser: neighbours become strangers
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) % 2**64
+    return (mixed ^ (mixed >> 31)) >> 1

@@ -1,0 +1,131 @@
+"""Where a run is: its position, its metrics, the sums of the running epoch; written to and read from checkpoints."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raytraced.training import optim
+from raytraced.training.checkpoint import Checkpoint, list_checkpoints, save_checkpoint
+from raytraced.training.evaluation import Evaluation
+from raytraced.training.objective import StepResult
+from raytraced.training.run_folder import RunFolder
+from raytraced.training.world import World
+
+TIMING_FIELDS = ("seconds", "samples_per_second")
+"""The fields of a metrics line that two identical runs need not share."""
+
+
+@dataclass
+class State:
+    """All that is neither weights nor optimizer state nor sums."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0  # done in this epoch
+    seconds: float = 0.0  # spent in this epoch
+    best_accuracy: float = -1.0
+    best_epoch: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Totals:
+    """Sums over the steps of an epoch, kept on the device: reading them at every step would make it wait."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, result: StepResult, norm: Tensor) -> None:
+        """Count one step of this process."""
+        numbers = {"steps": 1, "samples": len(result.logits), "norm": norm}
+        for name, value in {
+            "loss": result.loss_sum,
+            "correct": result.num_correct,
+            "load": result.load,
+            **numbers,
+        }.items():
+            value = torch.as_tensor(value, dtype=torch.float64, device=self.world.device)
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def means(self, seconds: float) -> dict[str, float]:
+        """The figures of a live display, from this process's own samples."""
+        return mean_figures(self.sums, seconds / self.world.size)
+
+    def reduced(self) -> dict[str, Tensor]:
+        """The sums over all processes."""
+        return {name: self.world.sum(value.clone()) for name, value in self.sums.items()}
+
+    def clear(self) -> None:
+        """Begin a new epoch."""
+        self.sums = {}
+
+
+def mean_figures(sums: dict[str, Tensor], seconds: float) -> dict[str, float]:
+    """Means over the samples (the norm's over the steps) counted so far."""
+    num = max(1.0, float(sums["samples"]))
+    return {
+        "loss": float(sums["loss"]) / num,
+        "accuracy": float(sums["correct"]) / num,
+        "experts": float(sums["load"].sum()) / num,
+        "gradient_norm": float(sums["norm"]) / float(sums["steps"]),
+        "samples_per_second": num / max(seconds, 1e-9),
+    }
+
+
+def epoch_metrics(
+    state: State, sums: dict[str, Tensor], optimizer: torch.optim.Optimizer, validation: Evaluation
+) -> dict[str, Any]:
+    """One line of metrics.jsonl."""
+    means = mean_figures(sums, state.seconds)
+    return {
+        "epoch": state.epoch + 1,
+        "step": state.step,
+        "learning_rate": optimizer.param_groups[0]["lr"],
+        "train_loss": means["loss"],
+        "train_accuracy": means["accuracy"],
+        "train_experts": means["experts"],
+        "gradient_norm": means["gradient_norm"],
+        "validation_loss": validation.loss,
+        "validation_accuracy": validation.accuracy,
+        "validation_experts": validation.mean_experts,
+        "expert_load": validation.expert_load,
+        "seconds": state.seconds,
+        "samples_per_second": means["samples_per_second"],
+    }
+
+
+def save_state(
+    run: RunFolder, model: nn.Module, optimizer: torch.optim.Optimizer, totals: Totals, world: World, state: State
+) -> None:
+    """Write a checkpoint; every process gives its part, the leader writes."""
+    tensors = {f"model/{name}": tensor for name, tensor in optim.model_tensors(model).items()}
+    tensors |= {f"optimizer/{name}": tensor for name, tensor in optim.optimizer_tensors(model, optimizer).items()}
+    tensors |= {f"totals/{name}": tensor for name, tensor in totals.reduced().items()}
+    if not world.leads:
+        return
+    rest = asdict(state)
+    try:
+        save_checkpoint(run.last, Checkpoint(rest.pop("step"), tensors, rest))
+    except OSError as error:
+        kept = list_checkpoints(run.last)
+        still = f"{kept[0].name} is whole; " if kept else ""
+        reason = f"{error.strerror}; {still}once that is mended: raytraced resume {run.path}"
+        raise OSError(error.errno, reason, error.filename) from error
+
+
+def restore_state(
+    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, totals: Totals, world: World
+) -> State:
+    """Put everything back as it was when the checkpoint was written."""
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "totals": {}}
+    for key, tensor in checkpoint.tensors.items():
+        part, _, name = key.partition("/")
+        parts[part][name] = tensor
+    optim.load_model_tensors(model, parts["model"])
+    optim.load_optimizer_tensors(model, optimizer, parts["optimizer"])
+    # the sums were taken over all processes: one of them goes on with them
+    share = 1.0 if world.leads else 0.0
+    totals.sums = {name: tensor.to(world.device) * share for name, tensor in parts["totals"].items()}
+    return State(step=checkpoint.step, **checkpoint.state)

@@ -1,0 +1,82 @@
+"""The processes that train together: one by itself, or those that torchrun started, on one host or several."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's number (rank), how many there are, and the device that this one computes on."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the one process that writes files and prints."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def largest(self, values: list[int]) -> list[int]:
+        """The largest of each value over all processes, so that they decide alike."""
+        if self.size == 1:
+            return values
+        tensor = torch.tensor(values, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return [int(value) for value in tensor.tolist()]
+
+    def from_leader(self, value: Value) -> Value:
+        """What the leading process holds, for all: only its file system needs to know the run."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+
+@contextmanager
+def join_world(device: str) -> Iterator[World]:
+    """Take part in what torchrun started (it sets RANK, WORLD_SIZE, …), or be a world of one."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield World(0, 1, choose_device(device, 0))
+        return
+    own = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+    dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
+    try:
+        yield World(dist.get_rank(), size, own)
+    finally:
+        dist.destroy_process_group()
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """The device a name stands for; "auto" and "cuda" give each process of a host its own GPU."""
+    has_cuda = torch.cuda.is_available()
+    if name == "auto":
+        name = "cuda" if has_cuda else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device={name}: must be auto, cpu, cuda or another device that torch knows") from None
+    if device.type == "cuda" and not has_cuda:
+        raise ValueError(f"device={name}: no GPU is available; use cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", local_rank)
+    return device
