@@ -39,7 +39,7 @@ def simulate(
         raise ValueError(f"num_rays={num_rays}: must be at least 1")
     (B, N), L, M = entry.shape, routing.num_layers, routing.num_nodes
     counts_BK = torch.zeros(B, M + 1, dtype=torch.int64)
-    splits = _splits(routing, entry, active)
+    splits = gate_splits(routing, entry, active)
     for sample in range(B):
         at_R = _pick(entry[sample].expand(num_rays, N), generator)  # the node of this layer where each ray is
         for layer in range(L):
@@ -55,7 +55,7 @@ def simulate(
     return counts_BK
 
 
-def _splits(routing: RoutingNetwork, entry: Tensor, active: Tensor) -> list[Tensor]:
+def gate_splits(routing: RoutingNetwork, entry: Tensor, active: Tensor) -> list[Tensor]:
     """The probabilities (B, N, N + 1) with which the gates of each layer but the last forward a ray."""
     inputs_BNK = entry[:, :, None]
     splits = []
