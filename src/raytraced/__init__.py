@@ -21,6 +21,7 @@ _HOME = {
     "anytime": "prefixes",
     "Step": "prefixes",
     "rays": "",
+    "load": "saving",
 }
 
 __all__ = [*_HOME, "__version__"]
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from raytraced.prefixes import anytime as anytime
     from raytraced.routing import Rates as Rates
     from raytraced.routing import RoutingNetwork as RoutingNetwork
+    from raytraced.saving import load as load
     from raytraced.sequence import Sequence as Sequence
     from raytraced.sequence import activation_sequence as activation_sequence
 

@@ -7,14 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from raytraced.models import parameter_group
 from raytraced.training.config import TrainConfig
-
-
-def group_of(name: str) -> str:
-    """Which group a parameter of a model belongs to: inside the layer, all that is not an expert routes."""
-    if not name.startswith("layer."):
-        return "rest"
-    return "experts" if name.startswith("layer.experts.") else "routing"
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
@@ -22,7 +16,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     rates = {"rest": config.lr, "routing": config.lr_routing or config.lr, "experts": config.lr_experts or config.lr}
     groups = []
     for group, rate in rates.items():
-        params = [parameter for name, parameter in model.named_parameters() if group_of(name) == group]
+        params = [parameter for name, parameter in model.named_parameters() if parameter_group(name) == group]
         if params:
             groups.append({"params": params, "name": group, "full_lr": rate, "lr": rate})
     # fused: 5 times as fast as the default for many small tensors; not for the shards of FSDP
