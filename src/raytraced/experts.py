@@ -126,6 +126,12 @@ def update_sparse(experts: Experts, layer: int, hidden_BD: Tensor, weights_BN: T
     return update_BD
 
 
+def update_active(experts: Experts, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor) -> Tensor:
+    """As `update_sparse`, for routers that choose layer by layer: the plan is made for this layer alone."""
+    plan = Plan.of(active_BN[:, None])
+    return update_sparse(experts, layer, hidden_BD, weights_BN, Plan(plan.rows, [[]] * layer + plan.counts))
+
+
 def run_stream(stream: Stream, num_layers: int, hidden_BD: Tensor, update: Callable[[int, Tensor], Tensor]) -> Tensor:
     """Pass hidden vectors down the layers, where update(layer, hidden) is the sum of a layer's experts.
 

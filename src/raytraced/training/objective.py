@@ -48,8 +48,9 @@ class Objective(nn.Module):
         loss = answer_loss * share
         if out.loss is not None:
             loss = loss + out.loss * (len(labels_B) * share)
-        if hasattr(self.model, "label_loss"):  # a model that learns from more than its last answer: docs/models.md
-            loss = loss + self.model.label_loss(out, labels_B) * (len(labels_B) * share)
+        label_loss = getattr(self.model, "label_loss", None)
+        if label_loss is not None:  # a model that learns from more than its last answer: docs/models.md
+            loss = loss + label_loss(out, labels_B) * (len(labels_B) * share)
         if config.expert_cost:
             if not out.active.requires_grad and len(labels_B):
                 raise ValueError(

@@ -1,0 +1,191 @@
+"""Every model by name: `build_model("mre", image_shape, num_classes)` gives a module that is called as model(images) -> Output.
+
+Importing this file does not import torch: the command line checks names with it.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+if TYPE_CHECKING:
+    from torch import nn
+
+ImageShape = tuple[int, int, int]
+
+GRID = {"dim": 16, "num_layers": 4, "num_experts": 8}
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """How a model is built, where it comes from, and whether it adapts its compute and answers along the way."""
+
+    build: Callable[..., "nn.Module"]
+    reference: str
+    adaptive: bool
+    anytime: bool
+
+
+def routed(
+    layer_path: str, defaults: dict[str, Any], classifier_path: str = "classifier:RoutedClassifier"
+) -> Callable[..., "nn.Module"]:
+    """A builder: input block, the layer "module:Class" with its options, output layer."""
+
+    def build(name: str, image_shape: ImageShape, num_classes: int, **given: Any) -> "nn.Module":
+        from raytraced.classifier import input_block
+
+        layer_class = _import(layer_path)
+        check_options(name, given, layer_class)
+        layer = layer_class(**defaults | given)
+        model: nn.Module = _import(classifier_path)(input_block(image_shape, layer.dim), layer, num_classes)
+        return model
+
+    return build
+
+
+def _mre_paper(name: str, image_shape: ImageShape, num_classes: int, **given: Any) -> "nn.Module":
+    from raytraced.classifier import AS_IN_PAPER
+
+    build = routed("layer:RaytracedExperts", GRID | AS_IN_PAPER, "classifier:RaytracedClassifier")
+    return build(name, image_shape, num_classes, **given)
+
+
+def _multi_exit(name: str, image_shape: ImageShape, num_classes: int, **given: Any) -> "nn.Module":
+    from raytraced.baselines.multi_exit import MultiExitClassifier
+    from raytraced.classifier import input_block
+
+    check_options(name, given, MultiExitClassifier, hidden=("input_block", "num_classes"))
+    options = {"dim": 36, "num_layers": 8} | given
+    return MultiExitClassifier(input_block(image_shape, options["dim"]), num_classes=num_classes, **options)
+
+
+MODELS = {
+    "mre": ModelInfo(
+        routed("layer:RaytracedExperts", GRID, "classifier:RaytracedClassifier"),
+        "Perin et al. 2025, our recipe",
+        adaptive=True,
+        anytime=True,
+    ),
+    "mre-paper": ModelInfo(_mre_paper, "Perin et al. 2025, as in the paper", adaptive=True, anytime=True),
+    "top-k": ModelInfo(
+        routed("baselines.top_k:TopKExperts", GRID), "Shazeer et al. 2017", adaptive=False, anytime=False
+    ),
+    "threshold": ModelInfo(
+        routed("baselines.threshold:ThresholdExperts", GRID), "Huang et al. 2024", adaptive=True, anytime=False
+    ),
+    "mlp-total": ModelInfo(
+        routed("baselines.mlp:MLPLayers", {"dim": 36, "num_layers": 8}),
+        "plain, as large as MRE",
+        adaptive=False,
+        anytime=False,
+    ),
+    "mlp-avg": ModelInfo(
+        routed("baselines.mlp:MLPLayers", {"dim": 24, "num_layers": 8}),
+        "plain, as MRE uses",
+        adaptive=False,
+        anytime=False,
+    ),
+    "ada-k": ModelInfo(
+        routed("baselines.ada_k:AdaKExperts", GRID, "baselines.ada_k:AdaKClassifier"),
+        "Yue et al. 2025",
+        adaptive=True,
+        anytime=False,
+    ),
+    "dense": ModelInfo(
+        routed("baselines.dense:DenseBlocks", {"dim": 16, "num_blocks": 4}),
+        "control, no routing",
+        adaptive=False,
+        anytime=False,
+    ),
+    "aux-free": ModelInfo(
+        routed("baselines.aux_free:AuxFreeExperts", GRID), "Wang et al. 2024", adaptive=False, anytime=False
+    ),
+    "top-any": ModelInfo(
+        routed("baselines.top_any:TopAnyExperts", GRID), "Guo et al. 2024 (DynMoE)", adaptive=True, anytime=False
+    ),
+    "null-experts": ModelInfo(
+        routed("baselines.null_experts:NullExpertsLayer", GRID),
+        "Zeng et al. 2024 (AdaMoE)",
+        adaptive=True,
+        anytime=False,
+    ),
+    "chain": ModelInfo(
+        routed("baselines.chain:ChainOfExperts", GRID), "Wang et al. 2025 (CoE)", adaptive=False, anytime=False
+    ),
+    "multi-exit": ModelInfo(_multi_exit, "Teerapittayanon et al. 2016", adaptive=True, anytime=True),
+}
+
+
+def check_model_name(name: str) -> None:
+    """Refuse a name that is not in the table, with what was probably meant."""
+    if name not in MODELS:
+        raise ValueError(f"model={name}: no such model; {_hint(name, MODELS)}")
+
+
+def build_model(name: str, image_shape: ImageShape, num_classes: int, **options: Any) -> "nn.Module":
+    """The named model for images (C, H, W) and a number of classes; options as its layer's keyword arguments."""
+    check_model_name(name)
+    if len(image_shape) != 3 or min(image_shape) < 1:
+        raise ValueError(f"image_shape={tuple(image_shape)}: must be three positive numbers (channels, height, width)")
+    return MODELS[name].build(name, image_shape, num_classes, **options)
+
+
+def parameter_group(name: str) -> Literal["routing", "experts", "rest"]:
+    """What a parameter of any of these models is for: inside the layer, all that is not an expert routes."""
+    if not name.startswith("layer."):
+        return "rest"
+    return "experts" if name.startswith("layer.experts.") else "routing"
+
+
+def check_options(
+    model: str, options: dict[str, Any], accepted_by: Callable[..., Any], hidden: tuple[str, ...] = ()
+) -> None:
+    """Refuse an option that the model does not have, or whose value is of another kind."""
+    known = option_types(accepted_by, hidden)
+    for name, value in options.items():
+        if name not in known:
+            raise ValueError(f"model option {name}: {model} has no such option; {_hint(name, known)}")
+        if not _fits(value, known[name]):
+            raise ValueError(f"{name}={value!r}: must be {_describe(known[name])}")
+
+
+def option_types(accepted_by: Callable[..., Any], hidden: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The options of a layer class by name: its own keyword arguments and those that it hands on to its base."""
+    types: dict[str, Any] = {}
+    for base in accepted_by.__mro__ if inspect.isclass(accepted_by) else [accepted_by]:
+        parameters = inspect.signature(base).parameters
+        types = {key: parameter.annotation for key, parameter in parameters.items()} | types
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    own = ("num_outlets", "grid", *hidden)  # decided by the layer itself
+    return {key: kind for key, kind in types.items() if key not in own}
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value may be given for an annotation; callables and unions are the layer's own business."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind in (int, bool):
+        return type(value) is kind
+    return True
+
+
+def _describe(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false"}
+    return f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else names[kind]
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    """What was probably meant, else what there is."""
+    names = list(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    return f"did you mean {close[0]}?" if close else f"must be one of {', '.join(names)}"
+
+
+def _import(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(f"raytraced.{module}"), attribute)
