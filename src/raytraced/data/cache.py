@@ -158,7 +158,7 @@ def _map_file(path: Path) -> NDArray[np.uint8]:
 def _read_stamp(folder: Path) -> dict[str, list[int]]:
     try:
         stamp = json.loads((folder / STAMP).read_text())
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return {}
     return stamp if isinstance(stamp, dict) else {}
 
@@ -166,6 +166,7 @@ def _read_stamp(folder: Path) -> dict[str, list[int]]:
 def _write_stamp(folder: Path, stamp: dict[str, list[int]]) -> None:
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=STAMP, delete=False) as file:
         json.dump(stamp, file)
+    os.chmod(file.name, 0o644)  # a temporary file is private, but a cache may be shared
     os.replace(file.name, folder / STAMP)
 
 

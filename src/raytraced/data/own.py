@@ -5,7 +5,7 @@ Legend: n samples, C channels, H and W height and width.
 
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import BadZipFile, is_zipfile
 from zlib import error as ZlibError
 
 import numpy as np
@@ -50,11 +50,10 @@ def load_npz(path: Path) -> Dataset:
     """Return the data set in an .npz file with x_train, y_train, x_test, y_test and, if wanted, class_names."""
     keys = ("x_train", "y_train", "x_test", "y_test")
     try:
+        if not is_zipfile(path):
+            raise ValueError("it is no archive of arrays")
         # opened here: np.load leaves a damaged file open
-        with path.open("rb") as opened:
-            file = np.load(opened, allow_pickle=False)
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ValueError("it holds a single array")
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             missing = [key for key in keys if key not in file]
             if missing:
                 raise ValueError(f"it has no {', '.join(missing)}")

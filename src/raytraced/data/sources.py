@@ -2,10 +2,12 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import tarfile
 import zlib
 from pathlib import Path
+from typing import IO
 
 import requests
 
@@ -69,7 +71,7 @@ def fetch(public_set: PublicSet, root: Path) -> Arrays:
                 arrays = from_source(source, public_set, root)
             say(f"{public_set.name}: taken from {source}, every checksum matches")
             return arrays
-        except (ValueError, OSError, subprocess.SubprocessError) as error:
+        except (ValueError, OSError) as error:
             if is_out_of_space(error):
                 raise
             failures.append(f"{source}: {error}")
@@ -150,24 +152,27 @@ def _from_debian(package: DebianPackage, wanted: frozenset[str], folder: Path) -
     return _read_tar(archive, wanted)
 
 
-def _run(command: list[str], folder: Path, stdout: object = subprocess.DEVNULL) -> None:
+def _run(command: list[str], folder: Path, stdout: IO[bytes] | int = subprocess.DEVNULL) -> None:
+    """Run a client to its end, or end it with all its children."""
     if shutil.which(command[0]) is None:
         raise ValueError(f"{command[0]} is not installed")
-    try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=subprocess.PIPE,
-            timeout=COMMAND_SECONDS,
-        )  # type: ignore[call-overload]
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"{command[0]} gave no result within {COMMAND_SECONDS} s") from None
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").splitlines()
+    with (folder / "stderr.txt").open("w+b") as stderr:
+        process = subprocess.Popen(
+            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
+        )
+        try:
+            process.wait(COMMAND_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"{command[0]} gave no result within {COMMAND_SECONDS} s") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        stderr.seek(0)
+        lines = stderr.read().decode(errors="replace").splitlines()
+    if process.returncode:
         told = next((line for line in lines if line.startswith(("E:", "npm error", "npm ERR!"))), "no reason given")
-        raise ValueError(f"{' '.join(command[:2])} ended with code {done.returncode} ({told.strip()[:200]})")
+        raise ValueError(f"{' '.join(command[:2])} ended with code {process.returncode} ({told.strip()[:200]})")
 
 
 def _read_tar(path: Path, wanted: frozenset[str]) -> dict[str, bytes]:
