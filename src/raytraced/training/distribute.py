@@ -3,8 +3,6 @@
 from typing import Literal
 
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from raytraced.training.objective import Objective
@@ -17,6 +15,9 @@ def distribute(objective: Objective, world: World, strategy: Literal["ddp", "fsd
         return objective
     if strategy == "ddp":
         return DistributedDataParallel(objective, device_ids=[world.device] if world.device.type == "cuda" else None)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
     # One unit, gathered whole for each step: experts of their own would be gathered by those processes only
     # whose samples chose them, and the others would be waited for in vain.
     mesh = init_device_mesh(world.device.type, (world.size,))

@@ -118,7 +118,8 @@ def _train(
 
         # The epoch's figures; the best model is written before the checkpoint that says so.
         result_v = evaluate_on(objective, validation, world, dataset.num_classes)
-        state.history.append(epoch_metrics(state, totals.reduced(), optimizer, result_v))
+        last_rate = config.lr * optim.learning_rate_factor(config, state.step - 1, len(loader))
+        state.history.append(epoch_metrics(state, totals.reduced(), last_rate, result_v))
         if result_v.accuracy > state.best_accuracy:
             state.best_accuracy, state.best_epoch = result_v.accuracy, state.epoch + 1
             tensors = optim.model_tensors(model)

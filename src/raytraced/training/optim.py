@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from raytraced.models import parameter_group
 from raytraced.training.config import TrainConfig
@@ -20,7 +20,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
         if params:
             groups.append({"params": params, "name": group, "full_lr": rate, "lr": rate})
     # fused: 5 times as fast as the default for many small tensors; not for the shards of FSDP
-    fused = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    fused = not any(is_sharded(parameter) for parameter in model.parameters())
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, momentum=0.9, weight_decay=config.weight_decay, fused=fused)
     kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
@@ -44,16 +44,23 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = group["full_lr"] * factor
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is FSDP's; without its class, whose import takes a second that most runs can do without."""
+    return hasattr(tensor, "full_tensor")
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A tensor that may be sharded over processes, as one (all processes must ask together)."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def like(tensor: Tensor, model: Tensor) -> Tensor:
+def like(tensor: Tensor, model: Any) -> Tensor:
     """A whole tensor, placed and sharded as another one is."""
-    if isinstance(model, DTensor) and tensor.ndim:
-        return distribute_tensor(tensor.to(model.device), model.device_mesh, model.placements)
-    return tensor.clone()
+    if not is_sharded(model) or tensor.ndim == 0:
+        return tensor.clone()
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor.to(model.device), model.device_mesh, model.placements)
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

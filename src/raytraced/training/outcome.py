@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytraced.analysis.curves import draw_curves
-from raytraced.analysis.pictures import draw_sequences
 from raytraced.classifier import RaytracedClassifier
 from raytraced.data import Dataset
 from raytraced.saving import load_with_card
@@ -30,6 +28,9 @@ def write_outcome(
     dataset: Dataset,
 ) -> None:
     """Draw the pictures, then write summary.json, whose presence says that the run is over."""
+    from raytraced.analysis.curves import draw_curves
+    from raytraced.analysis.pictures import draw_sequences
+
     model, card = load_with_card(run.model)
     if state.history:
         draw_curves({run.path.name: state.history}, run.path / "curves.png")

@@ -75,14 +75,14 @@ def mean_figures(sums: dict[str, Tensor], seconds: float) -> dict[str, float]:
 
 
 def epoch_metrics(
-    state: State, sums: dict[str, Tensor], optimizer: torch.optim.Optimizer, validation: Evaluation
+    state: State, sums: dict[str, Tensor], learning_rate: float, validation: Evaluation
 ) -> dict[str, Any]:
     """One line of metrics.jsonl."""
     means = mean_figures(sums, state.seconds)
     return {
         "epoch": state.epoch + 1,
         "step": state.step,
-        "learning_rate": optimizer.param_groups[0]["lr"],
+        "learning_rate": learning_rate,
         "train_loss": means["loss"],
         "train_accuracy": means["accuracy"],
         "train_experts": means["experts"],

@@ -52,9 +52,8 @@ def print_runs(runs: Sequence[RunFolder]) -> None:
             clock(row["seconds"]),
             "complete" if row["complete"] else "can be resumed",
         )
-    console = Console()
-    # a pipe has no width: give the table the room it needs
-    console.print(table, soft_wrap=not console.is_terminal, crop=console.is_terminal)
+    # as wide as it needs to be: a name that is cut short is of no use to `resume`
+    Console(width=Console(width=1000).measure(table).maximum).print(table)
 
 
 def short_names(runs: Sequence[RunFolder]) -> list[str]:
