@@ -120,10 +120,11 @@ def unroll(
     temperature: float,
     num_steps: int,
     seed: Tensor | None,
-    rows_B: Tensor,
+    rows_B: Tensor | None,
 ) -> Sequence:
     """Algorithm 1 step by step in plain PyTorch, the definition of every faster version; greedy where seed is None."""
     B, L, N, M = entry_BN.shape[0], routing.num_layers, routing.num_experts, routing.num_nodes
+    rows_B = torch.arange(B, device=entry_BN.device) if rows_B is None else rows_B
     active_BM = entry_BN.new_zeros(B, M)
     nodes_BT = torch.full((B, num_steps), -1, dtype=torch.int64, device=entry_BN.device)
     running_B = torch.ones(B, dtype=torch.bool, device=entry_BN.device)
@@ -169,13 +170,14 @@ def activation_sequence(
     """
     check_options(select=select, stop=stop, estimator=estimator, temperature=temperature, max_experts=max_experts)
     num_steps = routing.num_nodes if max_experts is None else min(max_experts, routing.num_nodes)
-    if rows is None:
-        rows = torch.arange(entry.shape[0], device=entry.device)
-    elif rows.shape != entry.shape[:1]:
+    if rows is not None and rows.shape != entry.shape[:1]:
         raise ValueError(f"rows has shape {tuple(rows.shape)}: must be ({entry.shape[0]},), one number for each sample")
     seed = new_seed(generator, entry.device) if select == "sample" else None
     entry = entry.to(torch.promote_types(entry.dtype, torch.float32))
-    return unroll(
+    from raytraced import kernels  # here, not above: the kernels build on this file
+
+    run = kernels.sequence if kernels.can_run_sequence(routing, entry) else unroll
+    return run(
         routing,
         entry,
         stop=stop,

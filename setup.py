@@ -1,0 +1,46 @@
+"""Builds the kernel library: all of kernels/cpu/*.cpp; a file named *_<instructions>.cpp may use those instructions.
+
+The library is optional: where it cannot be built, the install succeeds and the plain PyTorch path is used.
+"""
+
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+FOLDER = Path("src/raytraced/kernels/cpu")
+INSTRUCTIONS = {"avx2": ["-mavx2", "-mfma"]} if platform.machine() in ("x86_64", "AMD64") else {}
+FOREIGN = set() if INSTRUCTIONS else {"avx2"}
+# No -ffast-math: re-associated sums break the range reduction of exp() and the order of additions.
+FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=default", "-Wno-psabi", "-pthread"]
+
+
+class BuildKernels(build_ext):
+    """Compiles each file with the instructions its name ends in."""
+
+    def build_extensions(self) -> None:
+        compile_one = self.compiler._compile
+
+        def compile_with_instructions(obj, src, ext, cc_args, extra, pp_opts):  # type: ignore[no-untyped-def]
+            extra = [*extra, *INSTRUCTIONS.get(Path(src).stem.rpartition("_")[2], [])]
+            return compile_one(obj, src, ext, cc_args, extra, pp_opts)
+
+        self.compiler._compile = compile_with_instructions
+        super().build_extensions()
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "raytraced.kernels._cpu",
+            sources=sorted(str(p) for p in FOLDER.glob("*.cpp") if p.stem.rpartition("_")[2] not in FOREIGN),
+            depends=sorted(str(p) for pattern in ("*.h", "*.inl") for p in FOLDER.glob(pattern)),
+            extra_compile_args=FLAGS,
+            extra_link_args=["-pthread"],
+            language="c++",
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildKernels},
+)

@@ -1,0 +1,105 @@
+// One draw among the candidates, as _choose and _apply_stop in sequence.py define it.
+// Axes: L layers, N experts a layer (P with padding), K = M + 1 candidates (the nodes, then the output node).
+#pragma once
+
+#include "gates.inl"
+#include "philox.h"
+
+namespace raytraced {
+namespace RAYTRACED_ISA {
+
+template <class S> struct Draw {
+  typedef typename S::T T;
+  typedef typename S::V V;
+  static constexpr int W = S::W;
+
+  const SequenceArgs& args;
+  const Size<S> size;
+  const u64 row;
+  u32* words;       // (K, rounded up, and a vector more)
+  u32 uniforms[4];  // the words of four steps
+
+  Draw(const SequenceArgs& args, const Size<S>& size, u64 row, u32* words)
+      : args(args), size(size), row(row), words(words) {}
+
+  inline int choose(const T* probs, const double* mass, const T* peak, T output, int depth, int step) {
+    const int M = size.L * size.N();
+    if (args.stop == DOMINANT) {
+      T most = 0;
+      for (int l = 0; l < depth; ++l) most = peak[l] > most ? peak[l] : most;
+      if (output > most) return M;
+      output = 0;
+    }
+    if (!args.seed) return largest(probs, peak, output, depth);
+    if (args.estimator == GUMBEL) return race(probs, output, depth, step);
+    return fall(probs, mass, output, depth, step);
+  }
+
+  // The most likely candidate, the first of equals.
+  inline int largest(const T* probs, const T* peak, T output, int depth) {
+    int best = 0;
+    for (int l = 1; l < depth; ++l) best = peak[l] > peak[best] ? l : best;
+    if (output > peak[best]) return size.L * size.N();
+    int i = 0;
+    while (i < size.N() - 1 && probs[best * size.P() + i] != peak[best]) ++i;
+    return best * size.N() + i;
+  }
+
+  // Where a uniform number falls in the cumulative sum: first which layer, then which node.
+  inline int fall(const T* probs, const double* mass, T output, int depth, int step) {
+    if (step % 4 == 0) philox((u64)*args.seed, row, (u32)(step / 4), 0, uniforms);
+    double total = output;
+    for (int l = 0; l < depth; ++l) total += mass[l];
+    const double target = uniform(uniforms[step % 4]) * total;
+    double reached = 0;
+    int last = size.L * size.N();
+    for (int l = 0; l < depth; ++l) {
+      if (reached + mass[l] < target) {
+        reached += mass[l];
+        continue;
+      }
+      for (int i = 0; i < size.N(); ++i) {
+        const double p = (double)probs[l * size.P() + i];
+        reached += p;
+        if (p > 0) last = l * size.N() + i;
+        if (!(reached < target)) return l * size.N() + i;
+      }
+      return last;  // the layer's sum, in another order, had reached the target
+    }
+    return output > 0 ? size.L * size.N() : 0;
+  }
+
+  // Standard exponential numbers for the nodes of layer l, once `shuffle` has drawn the words.
+  inline V noise(int l, int v) const { return exponential(words + l * size.N() + v * W); }
+  inline T noise_out() const { return exponential(words + size.L * size.N())[0]; }
+
+  static inline V exponential(const u32* words) {
+    V u;
+    for (int w = 0; w < W; ++w) u[w] = (T)(int)(words[w] >> 9);
+    return -S::log((u + T(0.5)) * T(0x1p-23));
+  }
+
+  inline void shuffle(int depth, int step) {
+    const int M = size.L * size.N(), used = (depth * size.N() + 3) / 4;
+    for (int block = 0; block < used; ++block)
+      philox((u64)*args.seed, row, (u32)step, (u32)(1 + block), words + 4 * block);
+    if (M / 4 >= used) philox((u64)*args.seed, row, (u32)step, (u32)(1 + M / 4), words + M / 4 * 4);
+  }
+
+  // The first to arrive of exponential clocks that tick at the candidates' rates.
+  inline int race(const T* probs, T output, int depth, int step) {
+    shuffle(depth, step);
+    T best = -1;
+    int winner = 0;
+    for (int l = 0; l < depth; ++l)
+      for (int v = 0; v < size.vectors(); ++v) {
+        const V ratio = S::load(probs + l * size.P() + v * W) / noise(l, v);
+        for (int w = 0; w < W && v * W + w < size.N(); ++w)
+          if (ratio[w] > best) best = ratio[w], winner = l * size.N() + v * W + w;
+      }
+    return output / noise_out() > best ? size.L * size.N() : winner;
+  }
+};
+
+}  // namespace RAYTRACED_ISA
+}  // namespace raytraced

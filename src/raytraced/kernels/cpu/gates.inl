@@ -1,0 +1,114 @@
+// The gates' weights in the kernel's layouts, and the softmax splits that both passes need.
+// Template parameter S: Lanes<T, W> with N, the number of experts where it is fixed (0: any).
+#pragma once
+
+#include "lanes.h"
+#include "sequence.h"
+
+namespace raytraced {
+namespace RAYTRACED_ISA {
+
+template <typename T, int W, int N_> struct Shape : Lanes<T, W> { static constexpr int N = N_; };
+
+// Sizes that are constants where N is fixed.
+template <class S> struct Size {
+  typedef typename S::T T;
+  int L, any_N;
+  explicit Size(const SequenceArgs& args) : L((int)args.layers), any_N((int)args.experts) {}
+  int N() const { return S::N ? S::N : any_N; }
+  int vectors() const { return (N() + S::W - 1) / S::W; }
+  int P() const { return vectors() * S::W; }                  // N, padded
+  static constexpr bool whole() { return S::N && S::N % S::W == 0; }  // no padding
+  i64 inner() const { return L > 2 ? (i64)(L - 2) * N() : 0; }  // nodes whose gates have N inputs
+};
+
+// Hands out aligned pieces of one block of memory.
+struct Pieces {
+  char* next;
+  template <typename T> T* take(i64 count) {
+    T* piece = (T*)next;
+    next += (count * (i64)sizeof(T) + 63) / 64 * 64;
+    return piece;
+  }
+};
+
+template <class S> struct Gates {
+  typedef typename S::T T;
+  static PackedGates lay_out(const SequenceArgs& args, Pieces& pieces) {
+    const Size<S> size(args);
+    const i64 N = size.N(), P = size.P(), inner = size.inner();
+    PackedGates g;
+    g.outlets = pieces.take<T>(inner * N * P);
+    g.inputs = pieces.take<T>(inner * (N + 1) * P);
+    g.out = pieces.take<T>(inner * P);
+    g.first = pieces.take<T>(N * P);
+    g.first_out = pieces.take<T>(P);
+    g.ready = pieces.take<unsigned char>(inner);
+    g.largest = pieces.take<T>(inner + N);
+    return g;
+  }
+
+  static i64 bytes(const SequenceArgs& args) {
+    Pieces pieces = {nullptr};
+    lay_out(args, pieces);
+    return (i64)(u64)pieces.next;
+  }
+
+  // The first layer's gates, which are few; and forget every other.
+  static void start(const SequenceArgs& args, PackedGates& g) {
+    const Size<S> size(args);
+    const int N = size.N(), P = size.P();
+    for (i64 i = 0; i < size.inner(); ++i) g.ready[i] = 0;
+    T *first = (T*)g.first, *out = (T*)g.first_out;
+    for (int i = 0; i < P; ++i) out[i] = 0;
+    if (size.L < 2) return;
+    const T* W = (const T*)args.first;
+    for (int i = 0; i < N; ++i) {
+      for (int o = 0; o < P; ++o) first[i * P + o] = o < N ? W[i * (N + 1) + o] : 0;
+      out[i] = W[i * (N + 1) + N];
+      ((T*)g.largest)[i] = largest(W + i * (N + 1), N + 1);
+    }
+  }
+
+  // One node's gate with its outlets in lanes.
+  static inline void pack(const SequenceArgs& args, PackedGates& g, i64 node) {
+    const Size<S> size(args);
+    const int N = size.N(), P = size.P();
+    const T* W = (const T*)args.inner + node * (N + 1) * N;
+    T* packed = (T*)g.outlets + node * N * P;
+    for (int o = 0; o < P; ++o)
+      for (int k = 0; k < N; ++k) packed[k * P + o] = o < N ? W[o * N + k] : 0;
+    ((T*)g.largest)[N + node] = largest(W, (N + 1) * N);
+    g.ready[node] = 1;
+  }
+
+  static void pack_all(const SequenceArgs& args, PackedGates& g, bool backward) {
+    const Size<S> size(args);
+    const int N = size.N(), P = size.P();
+    for (i64 node = 0; node < size.inner(); ++node) pack(args, g, node);
+    if (!backward) return;
+    const T* W = (const T*)args.inner;
+    T *inputs = (T*)g.inputs, *out = (T*)g.out;
+    for (i64 row = 0; row < size.inner() * (N + 1); ++row)
+      for (int k = 0; k < P; ++k) inputs[row * P + k] = k < N ? W[row * N + k] : 0;
+    for (i64 l = 0; l < size.inner() / N; ++l)
+      for (int k = 0; k < N; ++k)
+        for (int i = 0; i < P; ++i) out[(l * N + k) * P + i] = i < N ? W[((l * N + i) * (N + 1) + N) * N + k] : 0;
+  }
+
+  // No logit of a gate exceeds its largest |W| times its firing rate. Below this limit no exponential over- or
+  // underflows, and the softmax can do without its maximum.
+  static constexpr T tame = sizeof(T) == 4 ? 60 : 500;
+
+  static inline T largest(const T* W, i64 count) {
+    T most = 0;
+    for (i64 i = 0; i < count; ++i) {
+      const T size = W[i] < 0 ? -W[i] : W[i];
+      most = size <= most ? most : size;  // a NaN stays
+    }
+    return most;
+  }
+};
+
+}  // namespace RAYTRACED_ISA
+}  // namespace raytraced

@@ -1,0 +1,150 @@
+// Short vectors of W lanes in the compiler's vector extension: the same source for every instruction set.
+// Nothing of the C++ library is used here or in any file compiled with extra instructions: an inline function of the
+// library, compiled for AVX2, could be the copy that the linker keeps for everybody.
+#pragma once
+
+namespace raytraced {
+namespace RAYTRACED_ISA {
+
+typedef long long i64;
+typedef unsigned long long u64;
+typedef unsigned int u32;
+
+template <int BYTES> struct IntOf;
+template <> struct IntOf<4> { typedef int type; };
+template <> struct IntOf<8> { typedef i64 type; };
+
+template <typename T_, int W_> struct Lanes {
+  typedef T_ T;
+  typedef typename IntOf<sizeof(T_)>::type I;
+  static constexpr int W = W_;
+  typedef T V __attribute__((vector_size(sizeof(T_) * W_)));
+  typedef I VI __attribute__((vector_size(sizeof(T_) * W_)));
+  typedef double VD __attribute__((vector_size(sizeof(double) * W_)));
+
+  typedef V Stored __attribute__((may_alias));  // rows are read by lane, too
+
+  static inline V splat(T x) { return x - V{}; }
+  static inline V load(const T* p) { return *(const Stored*)p; }
+  static inline void store(T* p, V x) { *(Stored*)p = x; }
+  static inline V zero() { return V{}; }
+  static inline V max(V a, V b) { return a > b ? a : b; }
+
+  // Sum and maximum over the lanes, in every lane.
+  static inline V sum(V a) {
+    if constexpr (W == 8) a += __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3);
+    if constexpr (W == 8) {
+      a += __builtin_shufflevector(a, a, 2, 3, 0, 1, 6, 7, 4, 5);
+      return a + __builtin_shufflevector(a, a, 1, 0, 3, 2, 5, 4, 7, 6);
+    } else {
+      a += __builtin_shufflevector(a, a, 2, 3, 0, 1);
+      return a + __builtin_shufflevector(a, a, 1, 0, 3, 2);
+    }
+  }
+  static inline V largest(V a) {
+    if constexpr (W == 8) {
+      a = max(a, __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3));
+      a = max(a, __builtin_shufflevector(a, a, 2, 3, 0, 1, 6, 7, 4, 5));
+      return max(a, __builtin_shufflevector(a, a, 1, 0, 3, 2, 5, 4, 7, 6));
+    } else {
+      a = max(a, __builtin_shufflevector(a, a, 2, 3, 0, 1));
+      return max(a, __builtin_shufflevector(a, a, 1, 0, 3, 2));
+    }
+  }
+
+  static inline V low(V a, V b) {  // pairs of a and b, from the low half of each 128 bits (of the whole, where W is 4)
+    if constexpr (W == 8) return __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13);
+    else return __builtin_shufflevector(a, b, 0, 4, 1, 5);
+  }
+  static inline V high(V a, V b) {
+    if constexpr (W == 8) return __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+    else return __builtin_shufflevector(a, b, 2, 6, 3, 7);
+  }
+  static inline V low2(V a, V b) {  // the same with pairs of lanes
+    if constexpr (W == 8) return __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
+    else return __builtin_shufflevector(a, b, 0, 1, 4, 5);
+  }
+  static inline V high2(V a, V b) {
+    if constexpr (W == 8) return __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+    else return __builtin_shufflevector(a, b, 2, 3, 6, 7);
+  }
+
+  // Lane i of the result: the sum over the lanes of rows[i].
+  static inline V sums(const V* rows) {
+    V four[W / 4];
+    for (int h = 0; h < W / 4; ++h) {
+      const V* r = rows + 4 * h;
+      const V a = low(r[0], r[1]) + high(r[0], r[1]), b = low(r[2], r[3]) + high(r[2], r[3]);
+      four[h] = low2(a, b) + high2(a, b);
+    }
+    if constexpr (W == 8)
+      return __builtin_shufflevector(four[0], four[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+             __builtin_shufflevector(four[0], four[1], 4, 5, 6, 7, 12, 13, 14, 15);
+    else return four[0];
+  }
+
+  static inline void transpose(V* r) {
+    V t[W];
+    for (int h = 0; h < W; h += 4) {
+      const V a = low(r[h], r[h + 1]), b = high(r[h], r[h + 1]);
+      const V c = low(r[h + 2], r[h + 3]), d = high(r[h + 2], r[h + 3]);
+      t[h] = low2(a, c), t[h + 1] = high2(a, c), t[h + 2] = low2(b, d), t[h + 3] = high2(b, d);
+    }
+    if constexpr (W == 8) {
+      for (int i = 0; i < 4; ++i) {
+        r[i] = __builtin_shufflevector(t[i], t[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        r[i + 4] = __builtin_shufflevector(t[i], t[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+      }
+    } else {
+      for (int i = 0; i < 4; ++i) r[i] = t[i];
+    }
+  }
+
+  // exp(x) = 2^n exp(r), |r| <= ln 2 / 2, by Taylor's series cut below half a unit in the last place;
+  // exactly 0 where the result would not be a normal number. Never overflows for x <= 88 (float), 709 (double).
+  static inline V exp(V x) {
+    constexpr bool single = sizeof(T) == 4;
+    constexpr T lowest = single ? T(-87.3) : T(-708.0);
+    constexpr T shift = single ? T(12582912.0) : T(6755399441055744.0);  // 1.5 * 2^(mantissa bits): rounds to an integer
+    constexpr T ln2_high = single ? T(0.693359375) : T(0.6931471804855391);
+    constexpr T ln2_low = single ? T(-2.12194440054690583e-4) : T(7.440617110012397e-11);
+    const VI flushed = x < lowest;
+    const V shifted = x * T(1.4426950408889634) + shift;
+    const V n = shifted - shift;
+    const V r = (x - n * ln2_high) - n * ln2_low;
+    constexpr int degree = single ? 7 : 13;
+    V even = splat(inverse_factorial(degree - 1)), odd = splat(inverse_factorial(degree));
+    const V r2 = r * r;
+    for (int k = degree - 3; k >= 0; k -= 2) even = even * r2 + inverse_factorial(k);
+    for (int k = degree - 2; k >= 1; k -= 2) odd = odd * r2 + inverse_factorial(k);
+    constexpr int bits = single ? 23 : 52;
+    const VI scale = ((VI)shifted << bits) + (I(single ? 127 : 1023) << bits);
+    const V result = (even + odd * r) * (V)scale;
+    return flushed ? V{} : result;
+  }
+  static constexpr T inverse_factorial(int k) {
+    double f = 1;
+    for (int i = 2; i <= k; ++i) f *= i;
+    return T(1 / f);
+  }
+
+  // log(x) of a positive normal number: x = m 2^e, sqrt(1/2) <= m < sqrt 2, log m = 2 atanh((m - 1) / (m + 1)).
+  static inline V log(V x) {
+    constexpr bool single = sizeof(T) == 4;
+    constexpr int bits = single ? 23 : 52;
+    constexpr I one = I(single ? 127 : 1023) << bits;
+    constexpr I root_half = single ? I(0x3f3504f3) : I(0x3fe6a09e667f3bcdLL);
+    const VI raw = (VI)x;
+    const VI e = (raw - root_half) >> bits;
+    const V m = (V)(raw - (e << bits));
+    static_assert(one > root_half, "the mantissa starts at sqrt(1/2)");
+    const V t = (m - 1) / (m + 1), t2 = t * t;
+    constexpr int last = single ? 9 : 21;
+    V series = splat(T(1) / last);
+    for (int k = last - 2; k >= 1; k -= 2) series = series * t2 + T(1) / k;
+    return __builtin_convertvector(e, V) * T(0.6931471805599453) + 2 * t * series;
+  }
+};
+
+}  // namespace RAYTRACED_ISA
+}  // namespace raytraced

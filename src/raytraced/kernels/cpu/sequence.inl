@@ -1,0 +1,47 @@
+// One instruction set's copy of the sequence kernel: a file that includes this names it in RAYTRACED_ISA.
+#include "sequence_backward.inl"
+#include "sequence_forward.inl"
+
+namespace raytraced {
+namespace RAYTRACED_ISA {
+
+template <class S> struct Entry {
+  static void lay_out(const SequenceArgs& args, void* memory, PackedGates& gates) {
+    Pieces pieces = {(char*)memory};
+    gates = Gates<S>::lay_out(args, pieces);
+    Gates<S>::start(args, gates);
+  }
+  static void forward(const SequenceArgs& args, PackedGates& gates, void* scratch, i64 begin, i64 end) {
+    Pieces pieces = {(char*)scratch};
+    Forward<S> pass(args, gates, pieces);
+    for (i64 b = begin; b < end; ++b) pass.run(b);
+  }
+  static i64 gradient_bytes(const SequenceArgs& args) {
+    return GateGradient<S>(args, nullptr).count * (i64)sizeof(typename S::T);
+  }
+  static void backward(const SequenceArgs& args, const PackedGates& gates, void* scratch, void* gradient, i64 max_active,
+                       i64 begin, i64 end) {
+    Pieces pieces = {(char*)scratch};
+    Backward<S> pass(args, gates, pieces, gradient, max_active);
+    pass.prepare();
+    for (i64 b = begin; b < end; ++b) pass.run(b);
+  }
+  static SequenceKernel kernel() {
+    return {Gates<S>::bytes,    lay_out,        Gates<S>::pack_all, Forward<S>::bytes, forward,
+            Backward<S>::bytes, gradient_bytes, backward,           reduce<S>};
+  }
+};
+
+static SequenceKernel sequence_kernel(const SequenceArgs& args) {
+  if (args.is_double) return args.experts == 8 ? Entry<Shape<double, 4, 8>>::kernel() : Entry<Shape<double, 4, 0>>::kernel();
+  switch (args.experts) {
+    case 4: return Entry<Shape<float, 4, 4>>::kernel();
+    case 8: return Entry<Shape<float, 8, 8>>::kernel();
+    case 16: return Entry<Shape<float, 8, 16>>::kernel();
+    case 32: return Entry<Shape<float, 8, 32>>::kernel();
+  }
+  return args.experts < 4 ? Entry<Shape<float, 4, 0>>::kernel() : Entry<Shape<float, 8, 0>>::kernel();
+}
+
+}  // namespace RAYTRACED_ISA
+}  // namespace raytraced

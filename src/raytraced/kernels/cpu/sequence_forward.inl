@@ -1,0 +1,186 @@
+// The forward pass: a sample's activation sequence, its work proportional to what is active. When a node joins the active
+// set, only its own split, the splits of the active nodes below it, and the rates that these feed are computed anew.
+// Axes: L layers, N experts a layer (P with padding), K = M + 1 candidates; `sent` row k of layer l: what node k of l sends.
+#pragma once
+
+#include "draws.inl"
+#include "gates.inl"
+
+namespace raytraced {
+namespace RAYTRACED_ISA {
+
+template <class S> struct Forward {
+  typedef typename S::T T;
+  typedef typename S::V V;
+  static constexpr int W = S::W;
+
+  const SequenceArgs& args;
+  PackedGates& gates;
+  Size<S> size;
+  T *rates, *open, *probs;  // (L, P): firing rates; 1 where inactive, else 0; their product
+  T *sent, *sent_out;       // (L, N, P), (L, P)
+  T* out;                   // (L): what each layer sends to the output node
+  double* mass;             // (L): sum of probs
+  T* peak;                  // (L): largest of probs
+  T* inside;                // (P): 1 for a real lane, 0 for padding
+  int *active, *count;      // (L, N) in order of activation; (L)
+  int depth;                // layers with candidates or active nodes
+  u32* words;               // random words of a race
+
+  Forward(const SequenceArgs& args, PackedGates& gates, Pieces& pieces) : args(args), gates(gates), size(args) {
+    const i64 L = size.L, N = size.N(), P = size.P();
+    rates = pieces.take<T>(L * P), open = pieces.take<T>(L * P), probs = pieces.take<T>(L * P);
+    sent = pieces.take<T>(L * N * P), sent_out = pieces.take<T>(L * P);
+    out = pieces.take<T>(L), mass = pieces.take<double>(L), peak = pieces.take<T>(L), inside = pieces.take<T>(P);
+    active = pieces.take<int>(L * N), count = pieces.take<int>(L), words = pieces.take<u32>(L * N + P + 8);
+  }
+
+  static i64 bytes(const SequenceArgs& args) {
+    PackedGates none;
+    Pieces pieces = {nullptr};
+    Forward(args, none, pieces);
+    return (i64)(u64)pieces.next;
+  }
+
+  // How node i of layer l splits its firing rate, into its row of `sent`.
+  inline void split(int l, int i) {
+    const int N = size.N(), P = size.P(), num_vectors = size.vectors();
+    const T rate = rates[l * P + i];
+    T* row = sent + ((i64)l * N + i) * P;
+    V logit_out;
+    if (l == 0) {
+      const T* first = (const T*)gates.first + i * P;
+      for (int v = 0; v < num_vectors; ++v) S::store(row + v * W, rate * S::load(first + v * W));
+      logit_out = S::splat(rate * ((const T*)gates.first_out)[i]);
+    } else {
+      const i64 node = (i64)(l - 1) * N + i;
+      if (!gates.ready[node]) Gates<S>::pack(args, gates, node);
+      const T* weight = (const T*)gates.outlets + node * N * P;
+      const T* weight_out = (const T*)args.inner + (node * (N + 1) + N) * N;
+      const T* above = sent + (i64)(l - 1) * N * P;
+      const int* sender = active + (l - 1) * N;
+      const int num_senders = count[l - 1];
+      for (int v = 0; v < num_vectors; ++v) {
+        V logits = S::zero();
+        for (int s = 0; s < num_senders; ++s)
+          logits += above[sender[s] * P + i] * S::load(weight + sender[s] * P + v * W);
+        S::store(row + v * W, logits);
+      }
+      T total = 0;
+      for (int s = 0; s < num_senders; ++s) total += above[sender[s] * P + i] * weight_out[sender[s]];
+      logit_out = S::splat(total);
+    }
+    if (!(((const T*)gates.largest)[l * N + i] * rate < Gates<S>::tame)) {
+      V most = logit_out;
+      for (int v = 0; v < num_vectors; ++v) most = S::max(most, S::load(inside + v * W) > 0 ? S::load(row + v * W) : most);
+      most = S::largest(most);
+      logit_out -= most;
+      for (int v = 0; v < num_vectors; ++v) S::store(row + v * W, S::load(row + v * W) - most);
+    }
+    const V share_out = S::exp(logit_out);
+    V total = S::zero();
+    for (int v = 0; v < num_vectors; ++v) {
+      V share = S::exp(S::load(row + v * W));
+      if (!size.whole()) share *= S::load(inside + v * W);
+      S::store(row + v * W, share);
+      total += share;
+    }
+    const V scale = rate / (S::sum(total) + share_out);
+    for (int v = 0; v < num_vectors; ++v) S::store(row + v * W, S::load(row + v * W) * scale);
+    sent_out[l * P + i] = (share_out * scale)[0];
+  }
+
+  // The chance of every node of a layer to be drawn, from its rates.
+  inline void refresh(int l) {
+    const int P = size.P();
+    V most = S::zero();
+    typename S::VD total = {};
+    for (int v = 0; v < size.vectors(); ++v) {
+      const V p = S::load(rates + l * P + v * W) * S::load(open + l * P + v * W);
+      S::store(probs + l * P + v * W, p);
+      total += __builtin_convertvector(p, typename S::VD);
+      most = S::max(most, p);
+    }
+    double sum = 0;
+    for (int w = 0; w < W; ++w) sum += total[w];
+    mass[l] = sum;
+    peak[l] = S::largest(most)[0];
+  }
+
+  // What layer l now sends, summed into the rates of the next and its part of the output's.
+  inline void pass_on(int l) {
+    const int N = size.N(), P = size.P();
+    const int* sender = active + l * N;
+    T total = 0;
+    if (l == size.L - 1) {
+      for (int s = 0; s < count[l]; ++s) total += rates[l * P + sender[s]];
+    } else {
+      for (int s = 0; s < count[l]; ++s) total += sent_out[l * P + sender[s]];
+      for (int v = 0; v < size.vectors(); ++v) {
+        V sum = S::zero();
+        for (int s = 0; s < count[l]; ++s) sum += S::load(sent + ((i64)l * N + sender[s]) * P + v * W);
+        S::store(rates + (l + 1) * P + v * W, sum);
+      }
+    }
+    out[l] = total;
+  }
+
+  inline void activate(int l, int i) {
+    const int L = size.L, N = size.N(), P = size.P();
+    active[l * N + count[l]++] = i;
+    open[l * P + i] = 0;
+    refresh(l);
+    if (l < L - 1) split(l, i);
+    pass_on(l);
+    for (++l; l < L; ++l) {
+      depth = depth > l ? depth : l + 1;
+      refresh(l);
+      if (count[l] == 0) return;
+      if (l < L - 1)
+        for (int s = 0; s < count[l]; ++s) split(l, active[l * N + s]);
+      pass_on(l);
+    }
+  }
+
+  inline void start(const T* entry) {
+    const int L = size.L, N = size.N(), P = size.P();
+    for (i64 i = 0; i < (i64)L * P; i += W) {
+      S::store(rates + i, S::zero()), S::store(probs + i, S::zero());
+      S::store(open + i, S::splat(1));
+    }
+    for (int i = 0; i < P; ++i) inside[i] = i < N;
+    for (int i = 0; i < N; ++i) rates[i] = entry[i];
+    for (int l = 0; l < L; ++l) out[l] = 0, mass[l] = 0, peak[l] = 0, count[l] = 0;
+    depth = 1;
+    refresh(0);
+  }
+
+  void run(i64 b) {
+    const int L = size.L, N = size.N(), P = size.P(), M = L * N;
+    start((const T*)args.entry + b * N);
+    const u64 row = args.rows ? (u64)args.rows[b] : (u64)b;
+    Draw<S> draw(args, size, row, words);
+    i64* nodes = args.nodes + b * args.steps;
+    i64 step = 0;
+    T output = 0;
+    for (; step < args.steps; ++step) {
+      const int node = draw.choose(probs, mass, peak, output, depth, (int)step);
+      // A node is drawn twice only where the entry rates are no distribution (all zero, or NaN): stop there.
+      if (node == M || open[node / N * P + node % N] == 0) break;
+      nodes[step] = node;
+      activate(node / N, node % N);
+      output = 0;
+      for (int l = 0; l < depth; ++l) output += out[l];
+    }
+    args.num_active[b] = step;
+    for (; step < args.steps; ++step) nodes[step] = -1;
+    T* active_out = (T*)args.active + b * M;
+    T* rates_out = (T*)args.rates + b * M;
+    for (int l = 0; l < L; ++l)
+      for (int i = 0; i < N; ++i) active_out[l * N + i] = 1 - open[l * P + i], rates_out[l * N + i] = rates[l * P + i];
+    ((T*)args.output)[b] = output;
+  }
+};
+
+}  // namespace RAYTRACED_ISA
+}  // namespace raytraced
