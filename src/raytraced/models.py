@@ -23,7 +23,7 @@ class ModelInfo:
     """How a model is built, where it comes from, and whether it adapts its compute and answers along the way."""
 
     build: Callable[..., "nn.Module"]
-    reference: str
+    reference: str  # in full in docs/models.md
     adaptive: bool
     anytime: bool
 
@@ -64,57 +64,53 @@ def _multi_exit(name: str, image_shape: ImageShape, num_classes: int, **given: A
 MODELS = {
     "mre": ModelInfo(
         routed("layer:RaytracedExperts", GRID, "classifier:RaytracedClassifier"),
-        "Perin et al. 2025, our recipe",
+        "Perin 2025, ours",
         adaptive=True,
         anytime=True,
     ),
-    "mre-paper": ModelInfo(_mre_paper, "Perin et al. 2025, as in the paper", adaptive=True, anytime=True),
-    "top-k": ModelInfo(
-        routed("baselines.top_k:TopKExperts", GRID), "Shazeer et al. 2017", adaptive=False, anytime=False
-    ),
+    "mre-paper": ModelInfo(_mre_paper, "Perin 2025", adaptive=True, anytime=True),
+    "top-k": ModelInfo(routed("baselines.top_k:TopKExperts", GRID), "Shazeer 2017", adaptive=False, anytime=False),
     "threshold": ModelInfo(
-        routed("baselines.threshold:ThresholdExperts", GRID), "Huang et al. 2024", adaptive=True, anytime=False
+        routed("baselines.threshold:ThresholdExperts", GRID), "Huang 2024", adaptive=True, anytime=False
     ),
     "mlp-total": ModelInfo(
         routed("baselines.mlp:MLPLayers", {"dim": 36, "num_layers": 8}),
-        "plain, as large as MRE",
+        "plain, MRE's size",
         adaptive=False,
         anytime=False,
     ),
     "mlp-avg": ModelInfo(
         routed("baselines.mlp:MLPLayers", {"dim": 24, "num_layers": 8}),
-        "plain, as MRE uses",
+        "plain, MRE's use",
         adaptive=False,
         anytime=False,
     ),
     "ada-k": ModelInfo(
         routed("baselines.ada_k:AdaKExperts", GRID, "baselines.ada_k:AdaKClassifier"),
-        "Yue et al. 2025",
+        "Yue 2025",
         adaptive=True,
         anytime=False,
     ),
     "dense": ModelInfo(
         routed("baselines.dense:DenseBlocks", {"dim": 16, "num_blocks": 4}),
-        "control, no routing",
+        "no routing",
         adaptive=False,
         anytime=False,
     ),
     "aux-free": ModelInfo(
-        routed("baselines.aux_free:AuxFreeExperts", GRID), "Wang et al. 2024", adaptive=False, anytime=False
+        routed("baselines.aux_free:AuxFreeExperts", GRID), "Wang 2024", adaptive=False, anytime=False
     ),
     "top-any": ModelInfo(
-        routed("baselines.top_any:TopAnyExperts", GRID), "Guo et al. 2024 (DynMoE)", adaptive=True, anytime=False
+        routed("baselines.top_any:TopAnyExperts", GRID), "Guo 2024, DynMoE", adaptive=True, anytime=False
     ),
     "null-experts": ModelInfo(
         routed("baselines.null_experts:NullExpertsLayer", GRID),
-        "Zeng et al. 2024 (AdaMoE)",
+        "Zeng 2024, AdaMoE",
         adaptive=True,
         anytime=False,
     ),
-    "chain": ModelInfo(
-        routed("baselines.chain:ChainOfExperts", GRID), "Wang et al. 2025 (CoE)", adaptive=False, anytime=False
-    ),
-    "multi-exit": ModelInfo(_multi_exit, "Teerapittayanon et al. 2016", adaptive=True, anytime=True),
+    "chain": ModelInfo(routed("baselines.chain:ChainOfExperts", GRID), "Wang 2025, CoE", adaptive=False, anytime=False),
+    "multi-exit": ModelInfo(_multi_exit, "BranchyNet 2016", adaptive=True, anytime=True),
 }
 
 

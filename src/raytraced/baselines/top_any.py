@@ -43,8 +43,7 @@ class TopAnyExperts(RoutedExperts):
 
     @property
     def routing_multiply_adds(self) -> int:
-        # Directions are normalised once for all samples, a hidden vector at every layer.
-        return self.directions.numel() + self.num_layers * self.dim
+        return self.directions.numel()
 
     @property
     def routing_parameters(self) -> int:

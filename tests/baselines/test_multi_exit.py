@@ -1,0 +1,93 @@
+"""Exits: where samples leave, what training asks of each exit, and that leaving early changes no answer."""
+
+import pytest
+import torch
+
+from raytraced.baselines.multi_exit import MultiExitClassifier
+from raytraced.classifier import input_block
+
+
+def make_model(**options):
+    return MultiExitClassifier(input_block((1, 4, 4), 6), 6, 3, 5, **options).double()
+
+
+def all_answers(model, images):
+    """The logits of every exit for one image at a time, [image][exit]."""
+    answers = []
+    for image in images:
+        hidden = model.input_block(image[None])[0]
+        row = [model.heads[0](hidden.clamp(min=0))]
+        for layer in range(3):
+            linear = model.layer.experts.nodes[layer][1]
+            update = linear.weight @ hidden.clamp(min=0) + linear.bias
+            hidden = hidden + update if model.layer.stream == "residual" else update
+            row.append(model.heads[layer + 1](hidden.clamp(min=0)))
+        answers.append(row)
+    return answers
+
+
+@pytest.mark.parametrize("stream", ["last", "residual"])
+def test_a_sample_leaves_at_the_first_exit_that_is_sure(stream):
+    model = make_model(stream=stream, confidence=0.45).eval()
+    for head in model.heads:
+        head.weight.data *= 3
+    images = torch.randn(40, 1, 4, 4, dtype=torch.float64)
+    out = model(images)
+    exits = set()
+    for b, row in enumerate(all_answers(model, images)):
+        sure = [e for e, logits in enumerate(row) if logits.softmax(-1).max() >= 0.45 or e == 3]
+        torch.testing.assert_close(out.logits[b], row[sure[0]])
+        assert out.active[b, :, 0].tolist() == [1.0] * sure[0] + [0.0] * (3 - sure[0])
+        exits.add(sure[0])
+    assert len(exits) > 2
+
+
+def test_training_runs_to_the_end_and_asks_every_exit():
+    model = make_model()
+    images, labels = torch.randn(7, 1, 4, 4, dtype=torch.float64), torch.arange(7) % 5
+    out = model(images)
+    assert out.active.all()
+    rows = all_answers(model, images)
+    torch.testing.assert_close(out.logits, torch.stack([row[-1] for row in rows]))
+    expected = sum(-row[e].log_softmax(-1)[labels[b]] for b, row in enumerate(rows) for e in range(3)) / 7
+    loss = model.label_loss(out, labels)
+    torch.testing.assert_close(loss, expected)
+    (loss + out.logits.sum()).backward()
+    assert all(parameter.grad.any() for parameter in model.heads.parameters())
+
+
+def test_a_loss_is_asked_for_once_after_each_training_call():
+    model = make_model()
+    out = model(torch.randn(2, 1, 4, 4, dtype=torch.float64))
+    model.label_loss(out, torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="label_loss: no answers to judge"):
+        model.label_loss(out, torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_budget_of_k_layers_gives_the_answer_of_exit_k(training):
+    model = make_model(confidence=1.0).train(training)
+    images = torch.randn(4, 1, 4, 4, dtype=torch.float64)
+    rows = all_answers(model, images)
+    for budget in range(5):
+        out = model(images, max_experts=budget)
+        torch.testing.assert_close(out.logits, torch.stack([row[min(budget, 3)] for row in rows]))
+        assert out.active.sum((1, 2)).tolist() == [min(budget, 3)] * 4
+
+
+@pytest.mark.parametrize(("confidence", "num_layers"), [(0.0, 0), (1.0, 3)])
+def test_a_confidence_of_0_leaves_at_once_and_of_1_never(confidence, num_layers):
+    out = make_model(confidence=confidence).eval()(torch.randn(4, 1, 4, 4, dtype=torch.float64))
+    assert out.active.sum((1, 2)).eq(num_layers).all()
+
+
+def test_what_makes_no_sense_is_refused():
+    with pytest.raises(ValueError, match=r"confidence=1\.5: must lie in 0 … 1"):
+        make_model(confidence=1.5)
+    with pytest.raises(ValueError, match="stream='skip-sum': must be last or residual"):
+        make_model(stream="skip-sum")
+    model = make_model()
+    with pytest.raises(ValueError, match="max_experts=-1: must be at least 0"):
+        model(torch.zeros(1, 1, 4, 4, dtype=torch.float64), max_experts=-1)
+    with pytest.raises(ValueError, match="select='sample': must be greedy"):
+        model(torch.zeros(1, 1, 4, 4, dtype=torch.float64), select="sample")
