@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
+from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 if TYPE_CHECKING:
@@ -135,11 +136,9 @@ def parameter_group(name: str) -> Literal["routing", "experts", "rest"]:
     return "experts" if name.startswith("layer.experts.") else "routing"
 
 
-def check_options(
-    model: str, options: dict[str, Any], accepted_by: Callable[..., Any], hidden: tuple[str, ...] = ()
-) -> None:
+def check_options(model: str, options: dict[str, Any], layer_class: type, hidden: tuple[str, ...] = ()) -> None:
     """Refuse an option that the model does not have, or whose value is of another kind."""
-    known = option_types(accepted_by, hidden)
+    known = option_types(layer_class, hidden)
     for name, value in options.items():
         if name not in known:
             raise ValueError(f"model option {name}: {model} has no such option; {_hint(name, known)}")
@@ -147,32 +146,37 @@ def check_options(
             raise ValueError(f"{name}={value!r}: must be {_describe(known[name])}")
 
 
-def option_types(accepted_by: Callable[..., Any], hidden: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The options of a layer class by name: its own keyword arguments and those that it hands on to its base."""
-    types: dict[str, Any] = {}
-    for base in accepted_by.__mro__ if inspect.isclass(accepted_by) else [accepted_by]:
-        parameters = inspect.signature(base).parameters
-        types = {key: parameter.annotation for key, parameter in parameters.items()} | types
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            break
-    own = ("num_outlets", "grid", *hidden)  # decided by the layer itself
-    return {key: kind for key, kind in types.items() if key not in own}
+def option_types(layer_class: type, hidden: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The options of a class by name: its own arguments and, if it takes more than it names, those of its base."""
+    parameters = inspect.signature(layer_class).parameters.values()
+    types = {each.name: each.annotation for each in parameters if each.kind is not each.VAR_KEYWORD}
+    if len(types) < len(parameters):
+        # What a base offers to the classes made of it only: each names what it hands on to its users.
+        types = option_types(inspect.getmro(layer_class)[1], hidden=("num_outlets", "num_rounds")) | types
+    return {key: kind for key, kind in types.items() if key not in hidden}
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value may be given for an annotation; callables and unions are the layer's own business."""
+    """Whether a value may be given for an annotation."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
+    if isinstance(kind, UnionType):
+        return any(_fits(value, member) for member in get_args(kind))
+    if get_origin(kind) is Callable:
+        return callable(value)
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind in (int, bool):
-        return type(value) is kind
-    return True
+    return type(value) is kind
 
 
 def _describe(kind: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false"}
-    return f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else names[kind]
+    """An annotation in a user's words."""
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    if isinstance(kind, UnionType):
+        return " or ".join(_describe(member) for member in get_args(kind))
+    names = {int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
+    return names.get(kind, "a function")
 
 
 def _hint(word: str, known: Iterable[str]) -> str:
