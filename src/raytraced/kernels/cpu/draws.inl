@@ -22,7 +22,7 @@ template <class S> struct Draw {
   Draw(const SequenceArgs& args, const Size<S>& size, u64 row, u32* words)
       : args(args), size(size), row(row), words(words) {}
 
-  inline int choose(const T* probs, const double* mass, const T* peak, T output, int depth, int step) {
+  inline int choose(const T* probs, const T* mass, const T* peak, T output, int depth, int step) {
     const int M = size.L * size.N();
     if (args.stop == DOMINANT) {
       T most = 0;
@@ -45,28 +45,43 @@ template <class S> struct Draw {
     return best * size.N() + i;
   }
 
-  // Where a uniform number falls in the cumulative sum: first which layer, then which node.
-  inline int fall(const T* probs, const double* mass, T output, int depth, int step) {
+  // Where a uniform number falls in the cumulative sum: first in which layer, then at which node.
+  inline int fall(const T* probs, const T* mass, T output, int depth, int step) {
+    const int N = size.N(), P = size.P();
     if (step % 4 == 0) philox((u64)*args.seed, row, (u32)(step / 4), 0, uniforms);
     double total = output;
     for (int l = 0; l < depth; ++l) total += mass[l];
     const double target = uniform(uniforms[step % 4]) * total;
-    double reached = 0;
-    int last = size.L * size.N();
-    for (int l = 0; l < depth; ++l) {
-      if (reached + mass[l] < target) {
-        reached += mass[l];
-        continue;
-      }
-      for (int i = 0; i < size.N(); ++i) {
-        const double p = (double)probs[l * size.P() + i];
-        reached += p;
-        if (p > 0) last = l * size.N() + i;
-        if (!(reached < target)) return l * size.N() + i;
-      }
-      return last;  // the layer's sum, in another order, had reached the target
+    double reached = 0, before = 0;
+    int layer = 0;
+    for (int l = 0; l < depth; ++l) {  // without a jump: which layer it is cannot be predicted
+      reached += mass[l];
+      const bool passed = reached < target;
+      layer += passed;
+      before = passed ? reached : before;
     }
-    return output > 0 ? size.L * size.N() : 0;
+    if (layer == depth) return output > 0 ? size.L * N : last(probs, depth * P);
+    int node = 0;
+    for (int v = 0; v < size.vectors(); ++v) {
+      const V sum = S::running_sum(S::load(probs + layer * P + v * W));
+      const int passed = S::count(sum < (T)(target - before));
+      node += passed;
+      before += sum[W - 1];
+      if (passed < W) break;
+    }
+    // Sums in another order may differ by a rounding: never draw a node that is no candidate.
+    node = node < N ? node : N - 1;
+    if (!(probs[layer * P + node] > 0)) return last(probs, layer * P + node + 1);
+    return layer * N + node;
+  }
+
+  // The last candidate among the first `count` (padded) nodes, else the first there is.
+  int last(const T* probs, int count) const {
+    const int P = size.P();
+    int i = count - 1;
+    while (i > 0 && !(probs[i] > 0)) --i;
+    while (i < size.L * P - 1 && !(probs[i] > 0)) ++i;
+    return probs[i] > 0 ? i / P * size.N() + i % P : 0;
   }
 
   // Standard exponential numbers for the nodes of layer l, once `shuffle` has drawn the words.

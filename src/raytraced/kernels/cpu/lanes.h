@@ -30,6 +30,42 @@ template <typename T_, int W_> struct Lanes {
   static inline V zero() { return V{}; }
   static inline V max(V a, V b) { return a > b ? a : b; }
 
+  // 0, 1, 2 ...
+  static inline V iota() {
+    if constexpr (W == 8) return V{0, 1, 2, 3, 4, 5, 6, 7};
+    else return V{0, 1, 2, 3};
+  }
+  // Sets one number of a row. A scalar store would stall the vector load that follows it.
+  static inline void set(T* row, int i, T x) {
+    T* part = row + i / W * W;
+    store(part, iota() == splat((T)(i % W)) ? splat(x) : load(part));
+  }
+  // How many lanes of a comparison hold.
+  static inline int count(VI mask) {
+    return -(int)lane_sum(mask);
+  }
+  static inline I lane_sum(VI a) {
+    if constexpr (W == 8) {
+      a += __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3);
+      a += __builtin_shufflevector(a, a, 2, 3, 0, 1, 6, 7, 4, 5);
+      return a[0] + a[1];
+    } else {
+      a += __builtin_shufflevector(a, a, 2, 3, 0, 1);
+      return a[0] + a[1];
+    }
+  }
+  static inline V running_sum(V a) {
+    const V none{};
+    if constexpr (W == 8) {
+      a += __builtin_shufflevector(none, a, 0, 8, 9, 10, 0, 12, 13, 14);
+      a += __builtin_shufflevector(none, a, 0, 0, 8, 9, 0, 0, 12, 13);
+      return a + __builtin_shufflevector(none, a, 0, 0, 0, 0, 11, 11, 11, 11);
+    } else {
+      a += __builtin_shufflevector(none, a, 0, 4, 5, 6);
+      return a + __builtin_shufflevector(none, a, 0, 0, 4, 5);
+    }
+  }
+
   // Sum and maximum over the lanes, in every lane.
   static inline V sum(V a) {
     if constexpr (W == 8) a += __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3);

@@ -20,8 +20,7 @@ template <class S> struct Forward {
   T *rates, *open, *probs;  // (L, P): firing rates; 1 where inactive, else 0; their product
   T *sent, *sent_out;       // (L, N, P), (L, P)
   T* out;                   // (L): what each layer sends to the output node
-  double* mass;             // (L): sum of probs
-  T* peak;                  // (L): largest of probs
+  T *mass, *peak;           // (L): sum and largest of probs
   T* inside;                // (P): 1 for a real lane, 0 for padding
   int *active, *count;      // (L, N) in order of activation; (L)
   int depth;                // layers with candidates or active nodes
@@ -31,7 +30,7 @@ template <class S> struct Forward {
     const i64 L = size.L, N = size.N(), P = size.P();
     rates = pieces.take<T>(L * P), open = pieces.take<T>(L * P), probs = pieces.take<T>(L * P);
     sent = pieces.take<T>(L * N * P), sent_out = pieces.take<T>(L * P);
-    out = pieces.take<T>(L), mass = pieces.take<double>(L), peak = pieces.take<T>(L), inside = pieces.take<T>(P);
+    out = pieces.take<T>(L), mass = pieces.take<T>(L), peak = pieces.take<T>(L), inside = pieces.take<T>(P);
     active = pieces.take<int>(L * N), count = pieces.take<int>(L), words = pieces.take<u32>(L * N + P + 8);
   }
 
@@ -94,16 +93,14 @@ template <class S> struct Forward {
   inline void refresh(int l) {
     const int P = size.P();
     V most = S::zero();
-    typename S::VD total = {};
+    V total = S::zero();
     for (int v = 0; v < size.vectors(); ++v) {
       const V p = S::load(rates + l * P + v * W) * S::load(open + l * P + v * W);
       S::store(probs + l * P + v * W, p);
-      total += __builtin_convertvector(p, typename S::VD);
+      total += p;
       most = S::max(most, p);
     }
-    double sum = 0;
-    for (int w = 0; w < W; ++w) sum += total[w];
-    mass[l] = sum;
+    mass[l] = S::sum(total)[0];
     peak[l] = S::largest(most)[0];
   }
 
@@ -128,7 +125,7 @@ template <class S> struct Forward {
   inline void activate(int l, int i) {
     const int L = size.L, N = size.N(), P = size.P();
     active[l * N + count[l]++] = i;
-    open[l * P + i] = 0;
+    S::set(open + l * P, i, 0);
     refresh(l);
     if (l < L - 1) split(l, i);
     pass_on(l);
