@@ -1,0 +1,172 @@
+"""Sparse experts as a PyTorch function: one call for the whole grid (or one layer) forward, one backward.
+
+Only active experts run and only their rows; the sums have a fixed order, so that neither the threads nor the other rows of
+a batch change a result. Axes: B batch, L layers, N experts a layer, J linear layers of an expert, P pairs (row, expert),
+D width, O and K a linear layer's outputs and inputs.
+"""
+
+import ctypes
+import struct
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from raytraced.kernels import library
+
+STREAMS = ("residual", "skip-sum", "last")  # the numbers of cpu/experts.h
+
+# struct ExpertsArgs of cpu/experts.h, without its tail
+_HEAD = "9q11Q"
+# Experts whose layer is larger than this are shared out over threads; below, rows are, and each chunk of rows keeps its
+# own copy of the weights' gradients.
+_LARGE_LAYER_BYTES = 2**20
+_CHUNK, _MOST_CHUNKS = 128, 16
+_HUGE_BYTES = 2**25
+
+if library.cpu is not None:
+    _forward, _backward = library.bind("raytraced_experts_forward"), library.bind("raytraced_experts_backward")
+    _plan = library.cpu.raytraced_experts_plan
+    _plan.restype = ctypes.c_longlong
+    _plan.argtypes = (*[ctypes.c_longlong] * 3, ctypes.c_void_p, *[ctypes.c_longlong] * 2, *[ctypes.c_void_p] * 2)
+
+
+class Pairs(NamedTuple):
+    """Who runs where: the rows of each expert, sorted by chunk of rows, layer, expert and row."""
+
+    rows: Tensor  # (P or more,) int32
+    offsets: Tensor  # (chunks, M + 1)
+    num_pairs: int
+    chunk: int
+    num_chunks: int
+
+
+def plan(active: Tensor, layer_bytes: int) -> Pairs:
+    """Sort the pairs of a contiguous 0/1 tensor (B, L, N)."""
+    B, L, N = active.shape
+    large = layer_bytes > _LARGE_LAYER_BYTES
+    chunk = max(B, 1) if large else max(_CHUNK, -(-B // (16 * _MOST_CHUNKS)) * 16)
+    num_chunks = max(1, -(-B // chunk))
+    rows = torch.empty(active.numel(), dtype=torch.int32)
+    offsets = torch.empty(num_chunks, L * N + 1, dtype=torch.int64)
+    is_double = active.dtype == torch.float64
+    num_pairs = _plan(B, L * N, is_double, active.data_ptr(), chunk, num_chunks, rows.data_ptr(), offsets.data_ptr())
+    return Pairs(rows, offsets, num_pairs, chunk, num_chunks)
+
+
+def empty_gradient(parameter: Tensor) -> Tensor:
+    """Memory for a gradient. Fresh pages of 4 KB cost more than the arithmetic they hold: numpy asks for huge ones."""
+    if parameter.nbytes < _HUGE_BYTES:
+        return torch.empty(parameter.shape, dtype=parameter.dtype)
+    dtype = np.float64 if parameter.dtype == torch.float64 else np.float32
+    return torch.from_numpy(np.empty(tuple(parameter.shape), dtype))
+
+
+class Forward(NamedTuple):
+    """What a forward pass leaves: the answer, and what the backward pass reads."""
+
+    out: Tensor  # (B, D)
+    states: Tensor  # (L - 1 or L, B, D)
+    results: Tensor  # (P, D)
+    inner: list[Tensor]  # hidden activations (P, O padded to 16); none where no gradient is wanted
+
+
+def _call(function, mix, pairs, stream, widths, tensors, pointers) -> None:  # type: ignore[no-untyped-def]
+    B, L, N = mix.shape
+    J, is_double = len(widths) - 1, mix.dtype == torch.float64
+    args = struct.pack(
+        f"{_HEAD}{J + 1}q{5 * J}Q",
+        *(B, L, N, J, is_double, stream, torch.get_num_threads(), pairs.chunk, pairs.num_chunks),
+        *(0 if tensor is None else tensor.data_ptr() for tensor in (pairs.rows, pairs.offsets, mix, *tensors)),
+        *widths,
+        *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
+    )
+    if function(args):
+        raise MemoryError(f"experts on {B} rows of a {L}x{N} grid: no memory for the kernel's scratch")
+
+
+def _widths(weights: tuple[Tensor, ...]) -> list[int]:
+    return [weights[0].shape[-1], *(weight.shape[-2] for weight in weights)]
+
+
+def forward(
+    hidden: Tensor,
+    mix: Tensor,
+    pairs: Pairs,
+    stream: int,
+    weights: tuple[Tensor, ...],
+    biases: tuple[Tensor, ...],
+    keep: bool,
+) -> Forward:
+    """Hidden vectors (B, D) through all layers, each expert weighted by mix (B, L, N); everything contiguous."""
+    (B, D), L, J = hidden.shape, mix.shape[1], len(weights)
+    widths = _widths(weights)
+    out = torch.empty_like(hidden)
+    states = hidden.new_empty(L if STREAMS[stream] == "skip-sum" else L - 1, B, D)
+    results = hidden.new_empty(pairs.num_pairs, D)
+    inner = [hidden.new_empty(pairs.num_pairs, -(-width // 16) * 16) for width in widths[1:-1]] if keep else []
+    tensors = (hidden, states, out, results, None, None, None, None)
+    pointers = (*weights, *biases, *inner, *[None] * (3 * J - len(inner)))
+    _call(_forward, mix, pairs, stream, widths, tensors, pointers)
+    return Forward(out, states, results, inner)
+
+
+def backward(
+    grad_out: Tensor,
+    hidden: Tensor,
+    mix: Tensor,
+    pairs: Pairs,
+    stream: int,
+    weights: tuple[Tensor, ...],
+    biases: tuple[Tensor, ...],
+    kept: Forward,
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """Gradients of hidden, mix, weights and biases; experts without rows get zeros."""
+    J = len(weights)
+    grad_hidden, grad_mix = torch.empty_like(hidden), torch.empty_like(mix)
+    grad_weights, grad_biases = [empty_gradient(w) for w in weights], [empty_gradient(b) for b in biases]
+    grad_results = torch.empty_like(kept.results)
+    tensors = (hidden, kept.states, kept.out, kept.results, grad_out, grad_hidden, grad_mix, grad_results)
+    pointers = (*weights, *biases, *kept.inner, *[None] * (J - len(kept.inner)), *grad_weights, *grad_biases)
+    _call(_backward, mix, pairs, stream, _widths(weights), tensors, pointers)
+    return grad_hidden, grad_mix, grad_weights, grad_biases
+
+
+class FusedExperts(torch.autograd.Function):
+    """Forward and backward in one library call each."""
+
+    @staticmethod
+    def forward(ctx, hidden, mix, pairs, stream, *parameters):  # type: ignore[no-untyped-def]
+        J = len(parameters) // 2
+        kept = forward(hidden, mix, pairs, stream, parameters[:J], parameters[J:], keep=True)
+        ctx.save_for_backward(hidden, mix, *parameters, *kept[:3], *kept.inner)
+        ctx.pairs, ctx.stream, ctx.J = pairs, stream, J
+        return kept.out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out):  # type: ignore[no-untyped-def]
+        J = ctx.J
+        hidden, mix, *rest = ctx.saved_tensors
+        weights, biases, kept = rest[:J], rest[J : 2 * J], rest[2 * J :]
+        grad_hidden, grad_mix, grad_weights, grad_biases = backward(
+            grad_out.contiguous(), hidden, mix, ctx.pairs, ctx.stream, weights, biases, Forward(*kept[:3], kept[3:])
+        )
+        return grad_hidden, grad_mix, None, None, *grad_weights, *grad_biases
+
+
+def run(
+    hidden: Tensor, active: Tensor, mix: Tensor, stream: str, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...]
+) -> Tensor:
+    """Hidden vectors (B, D), who is active and with which weight (B, L, N), parameters (L, N, O, K) and (L, N, O)."""
+    weights, biases = tuple(w.contiguous() for w in weights), tuple(b.contiguous() for b in biases)
+    hidden, mix = hidden.contiguous(), mix.to(hidden.dtype).contiguous()
+    layer_bytes = sum(weight[0].nbytes for weight in weights)
+    pairs = plan(active.detach().to(hidden.dtype).contiguous(), layer_bytes)
+    number = STREAMS.index(stream)
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, mix, *weights, *biases))
+    if wanted:
+        return FusedExperts.apply(hidden, mix, pairs, number, *weights, *biases)
+    return forward(hidden, mix, pairs, number, weights, biases, keep=False).out
