@@ -155,12 +155,16 @@ def test_process_killed_in_a_download_leaves_no_entry_and_no_lock(tiny, server, 
     assert sorted(path.name for path in tmp_path.iterdir()) == [".tiny.lock", "tiny-arrays"]
 
 
-def test_no_entry_appears_when_the_disk_is_full(tiny, server, tmp_path):
-    def limit_files():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
-
+@pytest.mark.parametrize("stage", ["download", "array"])
+def test_no_entry_appears_when_the_disk_is_full(tiny, server, tmp_path, stage):
+    # The largest array has 1200 random bytes: gzip cannot make them fewer, and its file has a header of 128.
     largest = max(map(len, tiny.files.values()))
-    assert largest > 700
+    limit = largest - 1 if stage == "download" else largest + 1
+    assert 1200 < largest < 1300
+
+    def limit_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
     process = start(tiny.public_set(server.address), tmp_path, preexec_fn=limit_files)
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0
@@ -168,6 +172,7 @@ def test_no_entry_appears_when_the_disk_is_full(tiny, server, tmp_path):
     assert message.startswith(f"OSError: {tmp_path}: no space left (File too large), tiny needs up to ")
     assert message.endswith("name another folder with --root or RAYTRACED_HOME")
     assert [path.name for path in tmp_path.iterdir()] == [".tiny.lock"]
+    assert (stage == "array") == ("every checksum matches" in errors)
 
 
 def test_missing_cache_folder_is_made(tiny, server, tmp_path):
