@@ -35,6 +35,7 @@ COMMANDS = {
     "runs": Command("raytraced.training.commands:runs", "a table of past runs"),
     "compare": Command("raytraced.training.commands:compare", "curves and a table of several runs"),
     "models": Command("raytraced.baselines.commands:models", "every model: reference, parameters, multiply-adds"),
+    "reproduce": Command("raytraced.reproduce.commands:reproduce", "the paper's tables, figures and claims, and more"),
     "data list": Command("raytraced.data.commands:list_data", "data sets: cached or not, size, source"),
     "data get": Command("raytraced.data.commands:get", "download and verify data sets"),
     "data show": Command("raytraced.data.commands:show", "a contact sheet with labels, and class counts"),
@@ -71,7 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("RAYTRACED_TRACEBACK"):
             raise
-        print(f"raytraced: {describe(error)}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")  # torchrun's: of many processes, say which
+        print(f"raytraced{'' if rank == '0' else f' (process {rank})'}: {describe(error)}", file=sys.stderr)
         return 2
 
 

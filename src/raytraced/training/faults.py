@@ -34,5 +34,5 @@ def describe_divergence(run: RunFolder, state: State, images: Tensor, model: nn.
     last = f"the last good checkpoint is {kept[0]}" if kept else "there is no checkpoint yet"
     return (
         f"step {state.step + 1} (epoch {state.epoch + 1}): loss {float(result.loss.detach()):.4g}, "
-        f"{culprit} is not finite; {last}; a smaller --lr or --clip 1 usually helps"
+        f"first not finite: {culprit}; {last}; a smaller --lr or --clip 1 usually helps"
     )

@@ -23,7 +23,7 @@ from raytraced.training.faults import check_classes, describe_divergence
 from raytraced.training.interrupt import Interrupted, StopRequest, listen
 from raytraced.training.objective import Objective, step_seed
 from raytraced.training.outcome import count_parameters, write_event, write_outcome
-from raytraced.training.progress import Reporter, Silent
+from raytraced.training.progress import Mute, Reporter, Silent
 from raytraced.training.run_folder import RunFolder, create_run_folder
 from raytraced.training.state import State, Totals, epoch_metrics, restore_state, save_state
 from raytraced.training.world import World, join_world
@@ -35,11 +35,15 @@ PRIVATE = ("data", "data_root", "output", "name", "quiet")  # paths of one machi
 def train(config: TrainConfig, run: RunFolder | None = None, reporter: Reporter | None = None) -> RunFolder:
     """Train as configured and return the run folder; with `run`, go on with that one."""
     with join_world(config.device) as world, listen() as request:
-        reporter = reporter if reporter is not None and world.leads else Silent()
+        reporter = (reporter or Silent()) if world.leads else Mute()
         try:
             return _train(config, run, world, request, reporter)
+        except Interrupted as stop:
+            # the frames in its traceback hold what must go before the process group does, or that waits for ever
+            interruption = stop.with_traceback(None)
         finally:
             reporter.close()
+    raise interruption
 
 
 def _train(
@@ -69,13 +73,12 @@ def _train(
     state, totals = State(), Totals(world)
     if run is None:
         started = time.strftime("%Y-%m-%d-%H%M%S")
-        run = world.from_leader(create_run_folder(config, started) if world.leads else None)
-        assert run is not None
+        run = world.from_leader(partial(create_run_folder, config, started))
         reporter.note(f"{config.model} on {config.data}, {count_parameters(model):,} parameters, into {run.path}")
     else:
-        checkpoint, problems = world.from_leader(newest_checkpoint(run.last) if world.leads else (None, []))
+        checkpoint, problems = world.from_leader(partial(newest_checkpoint, run.last))
         for problem in problems:
-            reporter.note(f"{problem}; the checkpoint before it is used")
+            reporter.warn(f"{problem}; the checkpoint before it is used")
         if checkpoint is not None:
             state = restore_state(checkpoint, model, optimizer, totals, world)
         if world.leads:
@@ -139,9 +142,8 @@ def _train(
 
     # The outcome: the last weights, or with early stopping the best, judged on the test images.
     if config.patience is not None and state.best_epoch:
-        best = world.from_leader(load_with_card(run.best)[0].state_dict() if world.leads else None)
-        assert best is not None
-        optim.load_model_tensors(model, best)
+        best = world.from_leader(partial(load_with_card, run.best))[0]
+        optim.load_model_tensors(model, best.state_dict())
     test = make_loader(dataset.test, EVALUATION_BATCH, shuffle=False)
     has_prefixes = MODELS[config.model].anytime
     result_t = evaluate_on(objective, test, world, dataset.num_classes, by_prefix=has_prefixes)

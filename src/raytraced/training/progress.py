@@ -21,7 +21,10 @@ class Reporter(Protocol):
         """An epoch is done."""
 
     def note(self, text: str) -> None:
-        """Something the user should know."""
+        """Something good to know."""
+
+    def warn(self, text: str) -> None:
+        """Something the user must know."""
 
     def close(self) -> None:
         """The run has ended, well or not."""
@@ -40,8 +43,8 @@ def make_reporter(quiet: bool) -> Reporter:
     return LiveBar() if sys.stdout.isatty() else PlainLines()
 
 
-class Silent:
-    """Says nothing but warnings, and those on stderr."""
+class Mute:
+    """Says nothing at all: the processes that do not lead."""
 
     def start(self, num_epochs: int, num_batches: int, epoch: int, batch: int) -> None: ...
 
@@ -49,10 +52,18 @@ class Silent:
 
     def epoch(self, metrics: dict[str, Any]) -> None: ...
 
-    def note(self, text: str) -> None:
-        print(f"raytraced: {text}", file=sys.stderr, flush=True)
+    def note(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Silent(Mute):
+    """Says nothing but warnings, and those on stderr."""
+
+    def warn(self, text: str) -> None:
+        print(f"raytraced: {text}", file=sys.stderr, flush=True)
 
 
 class PlainLines(Silent):
@@ -129,6 +140,9 @@ class LiveBar(Silent):
 
     def note(self, text: str) -> None:
         self.bars.console.print(text, highlight=False, markup=False)
+
+    def warn(self, text: str) -> None:
+        self.note(text)  # a line on stderr would tear the bars
 
     def close(self) -> None:
         self.bars.stop()

@@ -38,14 +38,11 @@ class Totals:
         self.sums: dict[str, Tensor] = {}
 
     def add(self, result: StepResult, norm: Tensor) -> None:
-        """Count one step of this process."""
-        numbers = {"steps": 1, "samples": len(result.logits), "norm": norm}
-        for name, value in {
-            "loss": result.loss_sum,
-            "correct": result.num_correct,
-            "load": result.load,
-            **numbers,
-        }.items():
+        """Count one step of this process; what all know alike, the leader counts."""
+        once = 1 if self.world.leads else 0
+        step = {"loss": result.loss_sum, "correct": result.num_correct, "load": result.load}
+        numbers = {"samples": len(result.logits), "steps": once, "norm": norm * once}
+        for name, value in (step | numbers).items():
             value = torch.as_tensor(value, dtype=torch.float64, device=self.world.device)
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
@@ -103,11 +100,15 @@ def save_state(
     tensors = {f"model/{name}": tensor for name, tensor in optim.model_tensors(model).items()}
     tensors |= {f"optimizer/{name}": tensor for name, tensor in optim.optimizer_tensors(model, optimizer).items()}
     tensors |= {f"totals/{name}": tensor for name, tensor in totals.reduced().items()}
-    if not world.leads:
-        return
     rest = asdict(state)
+    step = rest.pop("step")
+    world.from_leader(lambda: write_checkpoint(run, Checkpoint(step, tensors, rest)))
+
+
+def write_checkpoint(run: RunFolder, checkpoint: Checkpoint) -> None:
+    """Write it; if that fails, say what is still whole and how to go on."""
     try:
-        save_checkpoint(run.last, Checkpoint(rest.pop("step"), tensors, rest))
+        save_checkpoint(run.last, checkpoint)
     except OSError as error:
         kept = list_checkpoints(run.last)
         still = f"{kept[0].name} is whole; " if kept else ""

@@ -1,10 +1,10 @@
 """The processes that train together: one by itself, or those that torchrun started, on one host or several."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,12 +40,19 @@ class World:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return [int(value) for value in tensor.tolist()]
 
-    def from_leader(self, value: Value) -> Value:
-        """What the leading process holds, for all: only its file system needs to know the run."""
+    def from_leader(self, compute: Callable[[], Value]) -> Value:
+        """What the leading process computes, or the error it meets, for all: only its files need to exist."""
         if self.size == 1:
-            return value
-        box = [value]
+            return compute()
+        box: list[Any] = [None]
+        if self.leads:
+            try:
+                box = [compute()]
+            except (ValueError, OSError) as error:
+                box = [error]
         dist.broadcast_object_list(box, src=0)
+        if isinstance(box[0], Exception):
+            raise box[0]
         return box[0]
 
 

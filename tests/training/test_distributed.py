@@ -1,0 +1,82 @@
+"""Many processes do what one does: same global batch, same result up to the order of sums."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from raytraced.training.checkpoint import list_checkpoints, load_checkpoint
+from raytraced.training.config import write_config
+from raytraced.training.loop import train
+from raytraced.training.run_folder import create_run_folder
+from raytraced.training.world import World
+
+from . import worker
+from .runs import metrics, weights
+
+# the leader prints warnings of torch about gloo and CPU; nothing else may fail silently
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1")
+
+
+def torchrun(num_processes: int, *words: str) -> str:
+    command = [*TORCHRUN, f"--nproc-per-node={num_processes}", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def assert_close_runs(run, whole) -> None:
+    assert len(metrics(run)) == len(metrics(whole)) == 3
+    for ours, theirs in zip(metrics(run), metrics(whole), strict=True):
+        for name in ("train_loss", "train_accuracy", "train_experts", "validation_loss", "gradient_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+    for name, tensor in weights(whole).items():
+        torch.testing.assert_close(weights(run)[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_two_processes_under_the_same_command_equal_one(config, no_pictures, tmp_path):
+    # batches of 16 leave a last one of 6, and 3 for each process
+    whole = train(replace(config, name="whole"))
+    file = tmp_path / "config.yaml"
+    file.write_text(write_config(config))
+    output = torchrun(2, "-m", "raytraced.cli", "train", "-c", str(file))
+    run = create_run_folder(replace(config, name="other"), "").path.parent / "run"
+    assert output.splitlines()[-1] == str(run)
+    assert [line for line in output.splitlines() if line.startswith("epoch")][2:]  # printed once, by the leader
+    assert len([line for line in output.splitlines() if line.startswith("epoch   1")]) == 1
+    from raytraced.training.run_folder import RunFolder
+
+    assert_close_runs(RunFolder(run), whole)
+
+
+def test_checkpoints_move_between_one_two_and_four_processes(config, no_pictures, tmp_path):
+    whole = train(replace(config, name="whole"))
+    run = create_run_folder(config, "")
+    legs = ((1, "ddp", 4), (2, "fsdp", 5), (4, "ddp", 3), (2, "ddp", 2), (1, "ddp", 0))
+    done = 0
+    for num_processes, strategy, steps in legs:
+        file = tmp_path / "config.yaml"
+        file.write_text(write_config(replace(config, strategy=strategy)))
+        words = ("train", str(file), str(run.path), str(steps))
+        if num_processes == 1:
+            worker.train_some_steps(*words[1:])
+        else:
+            torchrun(num_processes, worker.__file__, *words)
+        done += steps
+        if steps:
+            assert load_checkpoint(list_checkpoints(run.last)[0]).step == done
+    assert_close_runs(run, whole)
+
+
+def test_process_whose_experts_got_no_sample_does_not_hang_and_gradients_agree(tmp_path):
+    file = tmp_path / "gradients.json"
+    expected = worker.gradients(World(0, 1, torch.device("cpu")), "ddp")
+    assert any(not any(values) for name, values in expected.items() if "experts" in name)  # an expert without samples
+    torchrun(2, worker.__file__, "experts", str(file))
+    for strategy, found in json.loads(file.read_text()).items():
+        assert found.keys() == expected.keys()
+        for name, values in expected.items():
+            assert found[name] == pytest.approx(values, rel=1e-5, abs=1e-7), (strategy, name)
