@@ -38,12 +38,14 @@ class FileServer:
         self.requests = []
         self.gate = threading.Event()  # no answer is sent until it is set
         self.gate.set()
+        self.arrived = threading.Event()  # set by the first request
         server = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self):
                 name = self.path.lstrip("/")
                 server.requests.append(name)
+                server.arrived.set()
                 server.gate.wait(60)
                 if name not in server.files:
                     self.send_error(404)
