@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from raytraced.kernels import fused_experts
+
 Stream = Literal["residual", "skip-sum", "last"]
+Execution = Literal["auto", "dense", "sparse"]
 
 
 class Experts(Protocol):
@@ -25,6 +28,10 @@ class Experts(Protocol):
 
     def run_expert(self, layer: int, expert: int, hidden_nD: Tensor) -> Tensor:
         """(n, D) -> (n, D)."""
+        ...
+
+    def unstacked(self) -> "Experts":
+        """The same grid for the duration of one call."""
         ...
 
 
@@ -65,8 +72,45 @@ class MLPExperts(nn.Module):
             hidden_nD = F.linear(F.relu(hidden_nD) if index else hidden_nD, weight[layer, expert], bias[layer, expert])
         return hidden_nD
 
+    def unstacked(self) -> "UnstackedExperts":
+        """The same grid for the duration of one call, its layers' parameters taken apart once."""
+        return UnstackedExperts(self)
+
+    @property
+    def num_weights(self) -> int:
+        """Multiply-adds of one expert on one row."""
+        return sum(weight[0, 0].numel() for weight in self.weights)
+
     def extra_repr(self) -> str:
         return f"{self.num_layers} layers of {self.num_experts}, widths {'-'.join(map(str, self.widths))}"
+
+
+class UnstackedExperts:
+    """MLP experts whose parameters are taken apart once: autograd then puts their gradients together once.
+
+    The gradient of a slice weight[layer, expert] would be a whole stack of zeros with one slice filled in.
+    """
+
+    def __init__(self, experts: MLPExperts) -> None:
+        self.num_layers, self.num_experts, self.run_layer = experts.num_layers, experts.num_experts, experts.run_layer
+        self.weights = [weight.unbind(0) for weight in experts.weights]
+        self.biases = [bias.unbind(0) for bias in experts.biases]
+        self._apart: dict[int, list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]] = {}
+
+    def layer_parameters(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights (N, O, K) and biases (N, O) of a layer, one for each linear layer of its experts."""
+        return [weight[layer] for weight in self.weights], [bias[layer] for bias in self.biases]
+
+    def run_expert(self, layer: int, expert: int, hidden_nD: Tensor) -> Tensor:
+        if layer not in self._apart:
+            weights, biases = self.layer_parameters(layer)
+            self._apart[layer] = [(w.unbind(0), b.unbind(0)) for w, b in zip(weights, biases, strict=True)]
+        for index, (weights_N, biases_N) in enumerate(self._apart[layer]):
+            hidden_nD = F.linear(F.relu(hidden_nD) if index else hidden_nD, weights_N[expert], biases_N[expert])
+        return hidden_nD
+
+    def unstacked(self) -> "UnstackedExperts":
+        return self
 
 
 class ModuleExperts(nn.Module):
@@ -88,6 +132,9 @@ class ModuleExperts(nn.Module):
                 "must keep the shape; project inside the expert"
             )
         return result_nD
+
+    def unstacked(self) -> "ModuleExperts":
+        return self
 
 
 class Plan(NamedTuple):
@@ -127,7 +174,17 @@ def update_sparse(experts: Experts, layer: int, hidden_BD: Tensor, weights_BN: T
 
 
 def update_active(experts: Experts, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor) -> Tensor:
-    """As `update_sparse`, for routers that choose layer by layer: the plan is made for this layer alone."""
+    """As `update_sparse`, for routers that choose layer by layer: the plan is made for this layer alone.
+
+    Pass `experts.unstacked()`, made once, if several layers are to be run.
+    """
+    experts = experts.unstacked()
+    if isinstance(experts, UnstackedExperts):
+        weights, biases = experts.layer_parameters(layer)
+        if fused_experts.can_run(hidden_BD, weights_BN, weights, biases):
+            mix_BLN, active_BLN = weights_BN[:, None], active_BN[:, None]
+            stacks, shifts = [weight[None] for weight in weights], [bias[None] for bias in biases]
+            return fused_experts.run(hidden_BD, active_BLN, mix_BLN, "last", stacks, shifts)
     plan = Plan.of(active_BN[:, None])
     return update_sparse(experts, layer, hidden_BD, weights_BN, Plan(plan.rows, [[]] * layer + plan.counts))
 
@@ -144,3 +201,57 @@ def run_stream(stream: Stream, num_layers: int, hidden_BD: Tensor, update: Calla
         hidden_BD = hidden_BD + update_BD if stream == "residual" else update_BD
         total_BD = total_BD + update_BD
     return total_BD if stream == "skip-sum" else hidden_BD
+
+
+class Choice(NamedTuple):
+    """How a grid of experts is run, and why."""
+
+    way: Literal["dense", "sparse", "kernel"]
+    reason: str
+
+
+# Below so many multiply-adds a layer on a dense grid, the many small calls of the plain sparse path cost more than they save.
+_SMALL_LAYER = 30_000_000
+
+
+def choose_execution(
+    experts: Experts, hidden_BD: Tensor, weights_BLN: Tensor, execution: Execution, *, needs_inactive: bool = False
+) -> Choice:
+    """Dense, sparse, or sparse in the compiled kernel."""
+    if needs_inactive:
+        return Choice("dense", "inactive experts' masks need a gradient, and for that their experts' outputs")
+    if execution == "dense":
+        return Choice("dense", "asked for")
+    if not isinstance(experts, MLPExperts):
+        return Choice("sparse", "modules are run one by one anyway: each on its own rows")
+    if fused_experts.can_run(hidden_BD, weights_BLN, experts.weights, experts.biases):
+        return Choice("kernel", "the compiled kernel runs active experts on their own rows, at any size")
+    size = hidden_BD.shape[0] * experts.num_experts * experts.num_weights
+    if execution == "auto" and size < _SMALL_LAYER:
+        return Choice("dense", f"no kernel here, and {size:,} multiply-adds a layer are fewer than {_SMALL_LAYER:,}")
+    return Choice(
+        "sparse", "asked for" if execution == "sparse" else f"{size:,} multiply-adds a layer are worth sparing"
+    )
+
+
+def run_stack(
+    experts: Experts,
+    hidden_BD: Tensor,
+    active_BLN: Tensor,
+    weights_BLN: Tensor,
+    stream: Stream,
+    *,
+    execution: Execution = "auto",
+    needs_inactive: bool = False,
+) -> Tensor:
+    """All layers of a grid, where who is active and with which weight is known before any expert runs."""
+    way = choose_execution(experts, hidden_BD, weights_BLN, execution, needs_inactive=needs_inactive).way
+    if way == "kernel":
+        assert isinstance(experts, MLPExperts)
+        return fused_experts.run(hidden_BD, active_BLN, weights_BLN, stream, experts.weights, experts.biases)
+    if way == "dense":
+        update = lambda l, h_BD: update_dense(experts, l, h_BD, weights_BLN[:, l])  # noqa: E731
+    else:
+        plan, apart = Plan.of(active_BLN), experts.unstacked()
+        update = lambda l, h_BD: update_sparse(apart, l, h_BD, weights_BLN[:, l], plan)  # noqa: E731
+    return run_stream(stream, experts.num_layers, hidden_BD, update)

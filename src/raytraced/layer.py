@@ -9,7 +9,15 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from raytraced.experts import MLPExperts, ModuleExperts, Plan, Stream, run_stream, update_dense, update_sparse
+from raytraced.experts import (
+    Choice,
+    Execution,
+    MLPExperts,
+    ModuleExperts,
+    Stream,
+    choose_execution,
+    run_stack,
+)
 from raytraced.routing import Rates, RoutingNetwork
 from raytraced.sequence import (
     RATE_FLOOR,
@@ -80,6 +88,8 @@ class RaytracedExperts(nn.Module):
         num_experts: int,
         *,
         expert: Callable[[], nn.Module] | None = None,
+        hidden: int | None = None,
+        num_hidden: int = 2,
         stream: Stream = "residual",
         weighting: Weighting = "through",
         mask_gradient: MaskGradient = "active",
@@ -88,6 +98,7 @@ class RaytracedExperts(nn.Module):
         stop: Stop = "drawn",
         train_select: Select = "sample",
         scale_init: bool = True,
+        execution: Execution = "auto",
     ) -> None:
         super().__init__()
         if dim < 1:
@@ -97,16 +108,22 @@ class RaytracedExperts(nn.Module):
             ("weighting", weighting, tuple(WEIGHTINGS)),
             ("mask_gradient", mask_gradient, get_args(MaskGradient)),
             ("train_select", train_select, get_args(Select)),
+            ("execution", execution, get_args(Execution)),
         ):
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
+        if execution == "sparse" and mask_gradient == "all":
+            raise ValueError("execution='sparse' with mask_gradient='all': inactive experts must run; use 'active'")
+        if expert is not None and (hidden is not None or num_hidden != 2):
+            raise ValueError(f"hidden={hidden}, num_hidden={num_hidden}: are for the default MLP, not with `expert`")
         check_options(select=train_select, stop=stop, estimator=estimator, temperature=temperature)
+        self.execution = execution
         self.dim, self.stream, self.weighting, self.mask_gradient = dim, stream, weighting, mask_gradient
         self.estimator, self.temperature, self.stop, self.train_select = estimator, temperature, stop, train_select
         self.routing = RoutingNetwork(num_layers, num_experts, scale_init=scale_init)
         self.gate = nn.Linear(dim, num_experts)
         self.experts = (
-            MLPExperts(num_layers, num_experts, dim)
+            MLPExperts(num_layers, num_experts, dim, hidden, num_hidden)
             if expert is None
             else ModuleExperts(num_layers, num_experts, expert)
         )
@@ -158,17 +175,26 @@ class RaytracedExperts(nn.Module):
 
     def run_experts(self, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor) -> Tensor:
         """Run the active experts, each weighted; all of them where inactive ones need a gradient for their mask."""
-        layers = self.routing.num_layers
-        if self.mask_gradient == "all" and torch.is_grad_enabled():
-            return run_stream(
-                self.stream, layers, hidden_BD, lambda l, h_BD: update_dense(self.experts, l, h_BD, weights_BLN[:, l])
-            )
-        plan = Plan.of(active_BLN)
-        return run_stream(
-            self.stream,
-            layers,
+        return run_stack(
+            self.experts,
             hidden_BD,
-            lambda l, h_BD: update_sparse(self.experts, l, h_BD, weights_BLN[:, l], plan),
+            active_BLN,
+            weights_BLN,
+            self.stream,
+            execution=self.execution,
+            needs_inactive=self._needs_inactive,
+        )
+
+    @property
+    def _needs_inactive(self) -> bool:
+        return self.mask_gradient == "all" and torch.is_grad_enabled()
+
+    def explain_execution(self, hidden: Tensor) -> Choice:
+        """How the experts would be run on these vectors, dense or sparse, and why."""
+        hidden_BD = hidden.reshape(-1, self.dim)
+        weights_BLN = hidden_BD.new_empty(len(hidden_BD), self.routing.num_layers, self.routing.num_experts)
+        return choose_execution(
+            self.experts, hidden_BD, weights_BLN, self.execution, needs_inactive=self._needs_inactive
         )
 
     def _check(self, hidden: Tensor) -> None:

@@ -76,11 +76,12 @@ class RoutedExperts(nn.Module):
         num_rows = hidden_BD.shape[0]
         draws = Draws(generator, torch.arange(num_rows, device=hidden.device) if rows is None else rows.reshape(-1))
         choices: list[Choice] = []
+        experts = self.experts.unstacked()
 
         def update(step: int, stream_BD: Tensor) -> Tensor:
             choice = self.route(step, stream_BD, draws)
             choices.append(choice)
-            return update_active(self.experts, step // self.num_rounds, stream_BD, choice.weights, choice.active)
+            return update_active(experts, step // self.num_rounds, stream_BD, choice.weights, choice.active)
 
         hidden_BD = run_stream(self.stream, self.num_layers * self.num_rounds, hidden_BD, update)
         active_BSN = torch.stack([choice.active for choice in choices], 1)

@@ -7,6 +7,7 @@ D width, O and K a linear layer's outputs and inputs.
 
 import ctypes
 import struct
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ _HEAD = "9q11Q"
 _LARGE_LAYER_BYTES = 2**20
 _CHUNK, _MOST_CHUNKS = 128, 16
 _HUGE_BYTES = 2**25
+_ORDINARY = (Tensor, torch.nn.Parameter)
 
 if library.cpu is not None:
     _forward, _backward = library.bind("raytraced_experts_forward"), library.bind("raytraced_experts_backward")
@@ -152,20 +154,103 @@ class FusedExperts(torch.autograd.Function):
         hidden, mix, *rest = ctx.saved_tensors
         weights, biases, kept = rest[:J], rest[J : 2 * J], rest[2 * J :]
         grad_hidden, grad_mix, grad_weights, grad_biases = backward(
-            grad_out.contiguous(), hidden, mix, ctx.pairs, ctx.stream, weights, biases, Forward(*kept[:3], kept[3:])
+            grad_out.contiguous(),
+            hidden,
+            mix,
+            ctx.pairs,
+            ctx.stream,
+            weights,
+            biases,
+            Forward(kept[0], kept[1], kept[2], kept[3:]),
         )
         return grad_hidden, grad_mix, None, None, *grad_weights, *grad_biases
 
 
+@torch.library.custom_op("raytraced::experts", mutates_args=())
+def experts_op(
+    hidden: Tensor, active: Tensor, mix: Tensor, stream: int, weights: list[Tensor], biases: list[Tensor]
+) -> Tensor:
+    """The operator that torch.compile and torch.export see. It keeps nothing: how many pairs there are is not known then."""
+    parameters = tuple(w.contiguous() for w in weights), tuple(b.contiguous() for b in biases)
+    pairs = plan(active.contiguous(), _layer_bytes(weights))
+    return forward(hidden.contiguous(), mix.contiguous(), pairs, stream, *parameters, keep=False).out
+
+
+@torch.library.custom_op("raytraced::experts_backward", mutates_args=())
+def experts_backward_op(
+    grad_out: Tensor,
+    hidden: Tensor,
+    active: Tensor,
+    mix: Tensor,
+    stream: int,
+    weights: list[Tensor],
+    biases: list[Tensor],
+) -> list[Tensor]:
+    """Gradients of hidden, mix, every weight and every bias; the forward pass is run again for what it would have kept."""
+    given = hidden.contiguous(), mix.contiguous(), plan(active.contiguous(), _layer_bytes(weights)), stream
+    parameters = tuple(w.contiguous() for w in weights), tuple(b.contiguous() for b in biases)
+    kept = forward(*given, *parameters, keep=True)
+    grad_hidden, grad_mix, grad_weights, grad_biases = backward(grad_out.contiguous(), *given, *parameters, kept)
+    return [grad_hidden, grad_mix, *grad_weights, *grad_biases]
+
+
+@experts_op.register_fake
+def _(hidden, active, mix, stream, weights, biases):  # type: ignore[no-untyped-def]
+    return torch.empty_like(hidden, memory_format=torch.contiguous_format)
+
+
+@experts_backward_op.register_fake
+def _(grad_out, hidden, active, mix, stream, weights, biases):  # type: ignore[no-untyped-def]
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (hidden, mix, *weights, *biases)]
+
+
+def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    hidden, active, mix, ctx.stream, weights, biases = inputs
+    ctx.J = len(weights)
+    ctx.save_for_backward(hidden, active, mix, *weights, *biases)
+
+
+def _op_backward(ctx, grad_out):  # type: ignore[no-untyped-def]
+    hidden, active, mix, *parameters = ctx.saved_tensors
+    J = ctx.J
+    grads = experts_backward_op(grad_out, hidden, active, mix, ctx.stream, parameters[:J], parameters[J:])
+    return grads[0], None, grads[1], None, grads[2 : 2 + J], grads[2 + J :]
+
+
+experts_op.register_autograd(_op_backward, setup_context=_setup)
+
+
+def _layer_bytes(weights: Iterable[Tensor]) -> int:
+    return sum(weight[0].nbytes for weight in weights)
+
+
+def can_run(hidden: Tensor, mix: Tensor, weights: Iterable[Tensor], biases: Iterable[Tensor]) -> bool:
+    """Whether `run` can stand in for the plain path: ordinary CPU tensors of one precision, single or double."""
+    dtype = hidden.dtype
+    if library.cpu is None or not hidden.is_cpu or dtype not in (torch.float32, torch.float64):
+        return False
+    if torch.is_autocast_enabled("cpu"):
+        return False
+    if torch.compiler.is_compiling():
+        return all(t.dtype == dtype and t.is_cpu for t in (*weights, *biases))
+    # A tensor inside torch.func's transforms, or of another class, has no memory of its own to point to.
+    if torch._C._are_functorch_transforms_active() or type(hidden) not in _ORDINARY or type(mix) not in _ORDINARY:
+        return False
+    return all(type(t) in _ORDINARY and t.dtype == dtype and t.is_cpu for t in (*weights, *biases))
+
+
 def run(
-    hidden: Tensor, active: Tensor, mix: Tensor, stream: str, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...]
+    hidden: Tensor, active: Tensor, mix: Tensor, stream: str, weights: Iterable[Tensor], biases: Iterable[Tensor]
 ) -> Tensor:
     """Hidden vectors (B, D), who is active and with which weight (B, L, N), parameters (L, N, O, K) and (L, N, O)."""
-    weights, biases = tuple(w.contiguous() for w in weights), tuple(b.contiguous() for b in biases)
-    hidden, mix = hidden.contiguous(), mix.to(hidden.dtype).contiguous()
-    layer_bytes = sum(weight[0].nbytes for weight in weights)
-    pairs = plan(active.detach().to(hidden.dtype).contiguous(), layer_bytes)
     number = STREAMS.index(stream)
+    active, mix = active.detach().to(hidden.dtype), mix.to(hidden.dtype)
+    if torch.compiler.is_compiling():
+        result: Tensor = experts_op(hidden, active, mix, number, list(weights), list(biases))
+        return result
+    weights, biases = tuple(w.contiguous() for w in weights), tuple(b.contiguous() for b in biases)
+    hidden, mix = hidden.contiguous(), mix.contiguous()
+    pairs = plan(active.contiguous(), _layer_bytes(weights))
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, mix, *weights, *biases))
     if wanted:
         return FusedExperts.apply(hidden, mix, pairs, number, *weights, *biases)

@@ -18,13 +18,14 @@ template <typename T> struct Experts {
     return width;
   }
 
-  // One thread's memory: two sets of panels, and for the backward pass two sets of rows and a block of packed weights.
+  // One thread's memory: two sets of panels, and for the backward pass two sets of rows, slabs and a block of weights.
   struct Memory {
-    T *panels, *other, *inputs, *grads, *packed, *end;
+    T *panels, *other, *inputs, *grads, *slabs, *packed, *end;
     Memory(const ExpertsArgs& args, void* scratch, i64 n) {
       const i64 size = tiles::round_up(tiles::panel_size<T>(n, widest(args)), 16);
       panels = (T*)scratch, other = panels + size, inputs = other + size;
-      grads = inputs + n * padded(args.dim()), packed = grads + n * padded(widest(args));
+      grads = inputs + n * padded(args.dim()), slabs = grads + n * padded(widest(args));
+      packed = slabs + n * padded(widest(args));
       end = packed + tiles::packed_size<T>();
     }
   };
@@ -142,7 +143,7 @@ template <typename T> struct Experts {
       const i64 K = args.widths()[j], O = args.widths()[j + 1], K_padded = padded(K);
       const T* x = j ? (const T*)args.inner()[j - 1] + begin * K_padded : memory.inputs;
       const Target target(args, partial, chunk, node, j);
-      tiles::weight(gy, O, n, x, K_padded, K, target.weight);
+      tiles::weight(gy, O, n, x, K_padded, K, target.weight, memory.slabs);
       tiles::bias_gradient(gy, O, n, target.bias);
       tiles::input(gy, O, n, (const T*)args.weights()[j] + node * O * K, K, grads, K_padded, memory.packed);
       if (!j) break;

@@ -108,7 +108,7 @@ template <typename T> static inline void panels_to_rows(const T* panels, i64 n, 
 // needed soon are asked for on the way: memory is slower than the arithmetic of few rows.
 template <typename T, int R, int C>
 static inline void tile_forward(const T* w, i64 stride, i64 K, i64 valid, const T* bias, const T* x, T* y, bool relu,
-                                const char* soon, i64 soon_step) {
+                                const T* soon, int soon_rows) {
   constexpr int V = lanes<T>, UNROLL = 8;
   const T* row[R];
   vec<T> sum[R][C];
@@ -119,8 +119,8 @@ static inline void tile_forward(const T* w, i64 stride, i64 K, i64 valid, const 
   }
   i64 k = 0;
   for (; k + UNROLL <= K; k += UNROLL) {
-    for (i64 byte = 0; byte < soon_step; byte += 64) __builtin_prefetch(soon + byte, 0, 2);
-    soon += soon_step;
+    if (k * sizeof(T) % 64 == 0)
+      for (int r = 0; r < soon_rows; ++r) __builtin_prefetch(soon + r * stride + k, 0, 2);
 #pragma GCC unroll 8
     for (int u = 0; u < UNROLL; ++u) {
       vec<T> here[C];
@@ -146,8 +146,6 @@ static void forward_by(const T* w, const T* bias, i64 O, i64 K, const T* x, i64 
   for (i64 k = 0; k < K; k += BLOCK) {
     const i64 depth = least(BLOCK, K - k);
     const bool last = k + depth == K;
-    const i64 lines = (R * depth * (i64)sizeof(T) + 63) / 64, strides = most(1, depth / 8) * panels;
-    const i64 step = lines < 64 ? 0 : (lines + strides - 1) / strides * 64;
     for (i64 o = 0; o < O; o += R) {
       const i64 valid = least(R, O - o);
       const T* here = w + o * K + k;
@@ -156,11 +154,10 @@ static void forward_by(const T* w, const T* bias, i64 O, i64 K, const T* x, i64 
         const T* from = x + (p * 2 * V * K + k * width);
         T* to = y + p * 2 * V * O + o * width;
         const T* start = k ? nullptr : bias + o;
-        // Only whole rows that follow each other can be asked for in one piece.
-        const char* soon = (const char*)(here + R * K) + p * (depth / 8) * step;
-        const i64 ask = K == depth ? step : 0;
-        if (width == V) tile_forward<T, R, 1>(here, K, depth, valid, start, from, to, relu && last, soon, ask);
-        else tile_forward<T, R, 2>(here, K, depth, valid, start, from, to, relu && last, soon, ask);
+        const i64 first = p * R / panels, ask = o + 2 * R <= O ? (p + 1) * R / panels - first : 0;
+        const T* soon = here + (R + first) * K;
+        if (width == V) tile_forward<T, R, 1>(here, K, depth, valid, start, from, to, relu && last, soon, (int)ask);
+        else tile_forward<T, R, 2>(here, K, depth, valid, start, from, to, relu && last, soon, (int)ask);
       }
     }
   }
@@ -172,9 +169,9 @@ template <typename T> static inline void forward(const T* w, const T* bias, i64 
   else forward_by<T, 6>(w, bias, O, K, x, n, y, relu);
 }
 
-// gw[o, i] = sum over rows of gy[o, row] x[row, i], for R outputs and C vectors of inputs; gy in panels, x in rows.
+// gw[o, k] = sum over rows of gy[o, row] x[row, k], for R outputs and C vectors of inputs; gy in panels, x one slab.
 template <typename T, int R, int C>
-static inline void tile_weight(const T* gy, i64 O, i64 o, i64 n, i64 valid, const T* x, i64 x_stride, T* gw, i64 K, i64 columns) {
+static inline void tile_weight(const T* gy, i64 O, i64 n, i64 o, i64 valid, const T* x, T* gw, i64 K, i64 columns) {
   constexpr int V = lanes<T>;
   vec<T> sum[R][C];
   for (int r = 0; r < R; ++r)
@@ -183,10 +180,10 @@ static inline void tile_weight(const T* gy, i64 O, i64 o, i64 n, i64 valid, cons
     const i64 width = panel_width<T>(n, p), rows = least(n - p * 2 * V, 2 * V);
     const T* row[R];
     for (int r = 0; r < R; ++r) row[r] = gy + p * 2 * V * O + (o + least(r, valid - 1)) * width;
-    const T* from = x + p * 2 * V * x_stride;
-    for (i64 s = 0; s < rows; ++s) {
+#pragma GCC unroll 4
+    for (i64 s = 0; s < rows; ++s, x += C * V) {
       vec<T> here[C];
-      for (int c = 0; c < C; ++c) here[c] = load(from + s * x_stride + c * V);
+      for (int c = 0; c < C; ++c) here[c] = load(x + c * V);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) sum[r][c] += here[c] * row[r][s];
@@ -200,20 +197,30 @@ static inline void tile_weight(const T* gy, i64 O, i64 o, i64 n, i64 valid, cons
     }
 }
 
-// gw (O, K) = gy (O, n) x (n, K); gy in panels, x in rows padded with zeros to whole vectors.
-template <typename T, int R> static void weight_by(const T* gy, i64 O, i64 n, const T* x, i64 x_stride, i64 K, T* gw) {
+constexpr i64 SLABS = 8;  // of inputs at a time: they stay in the first cache while all outputs pass by
+
+// gw (O, K) = gy (O, n) x (n, K); gy in panels, x in rows padded to whole slabs of 2V inputs. `slabs` holds n * K, padded.
+template <typename T, int R> static void weight_by(const T* gy, i64 O, i64 n, const T* x, i64 stride, i64 K, T* gw, T* slabs) {
   constexpr int V = lanes<T>;
-  for (i64 o = 0; o < O; o += R) {
-    const i64 valid = least(R, O - o);
-    for (i64 k = 0; k < K; k += 2 * V) {
-      if (K - k > V) tile_weight<T, R, 2>(gy, O, o, n, valid, x + k, x_stride, gw + o * K + k, K, K - k);
-      else tile_weight<T, R, 1>(gy, O, o, n, valid, x + k, x_stride, gw + o * K + k, K, K - k);
+  for (i64 k = 0; k < K; k += 2 * V)
+    for (i64 s = 0; s < n; ++s) {
+      T* to = slabs + k * n;
+      if (K - k > V) store(to + s * 2 * V, load(x + s * stride + k)), store(to + s * 2 * V + V, load(x + s * stride + k + V));
+      else store(to + s * V, load(x + s * stride + k));
     }
-  }
+  for (i64 first = 0; first < K; first += SLABS * 2 * V)
+    for (i64 o = 0; o < O; o += R) {
+      const i64 valid = least(R, O - o);
+      for (i64 k = first; k < least(K, first + SLABS * 2 * V); k += 2 * V) {
+        if (K - k > V) tile_weight<T, R, 2>(gy, O, n, o, valid, slabs + k * n, gw + o * K + k, K, K - k);
+        else tile_weight<T, R, 1>(gy, O, n, o, valid, slabs + k * n, gw + o * K + k, K, K - k);
+      }
+    }
 }
-template <typename T> static inline void weight(const T* gy, i64 O, i64 n, const T* x, i64 x_stride, i64 K, T* gw) {
-  if (O % 6 && O < 64) weight_by<T, 4>(gy, O, n, x, x_stride, K, gw);
-  else weight_by<T, 6>(gy, O, n, x, x_stride, K, gw);
+template <typename T>
+static inline void weight(const T* gy, i64 O, i64 n, const T* x, i64 stride, i64 K, T* gw, T* slabs) {
+  if (O % 6 && O < 64) weight_by<T, 4>(gy, O, n, x, stride, K, gw, slabs);
+  else weight_by<T, 6>(gy, O, n, x, stride, K, gw, slabs);
 }
 
 // gb (O) = sum of gy (O, n) over its rows.
@@ -257,16 +264,17 @@ constexpr i64 INPUT_ROWS = 64, INPUT_COLUMNS = 504;  // of the weights, packed a
 
 template <typename T> static inline i64 packed_size() { return INPUT_ROWS * round_up(INPUT_COLUMNS, lanes<T>) + 8 * lanes<T>; }
 
-// Columns of one block of weights into panels of C vectors, the last of them narrower.
+// Columns of one block of weights into panels of three vectors, the last of them narrower.
 template <typename T> static inline void pack(const T* w, i64 K, i64 rows, i64 columns, T* packed) {
   constexpr int V = lanes<T>, C = 3;
-  for (i64 o = 0; o < rows; ++o)
-    for (i64 k = 0; k < columns; k += V) {
-      const i64 first = k / (C * V) * C * V, wide = least(C * V, round_up(columns - first, V));
-      T* to = packed + first * rows + o * wide + (k - first);
-      if (k + V <= columns) store(to, load(w + o * K + k));
-      else for (int v = 0; v < V; ++v) to[v] = k + v < columns ? w[o * K + k + v] : T(0);
-    }
+  for (i64 o = 0; o < rows; ++o) {
+    const T* row = w + o * K;
+    i64 first = 0;
+    for (; first + C * V <= columns; first += C * V)
+      for (int c = 0; c < C; ++c) store(packed + first * rows + (o * C + c) * V, load(row + first + c * V));
+    const i64 wide = round_up(columns - first, V);
+    for (i64 k = 0; k < wide; ++k) packed[first * rows + o * wide + k] = first + k < columns ? row[first + k] : T(0);
+  }
 }
 
 // gx (n, K) = gy (O, n) w (O, K); gy in panels, rows of gx `stride` apart and whole vectors long.
