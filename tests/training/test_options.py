@@ -1,0 +1,188 @@
+"""Every option of a run changes something, and just what it says."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from raytraced.models import build_model
+from raytraced.training.checkpoint import list_checkpoints, load_checkpoint
+from raytraced.training.config import TrainConfig, preset_values
+from raytraced.training.loop import train
+from raytraced.training.objective import Objective, step_seed
+from raytraced.training.optim import build_optimizer, gradient_norm, learning_rate_factor
+
+from .conftest import GRID
+from .runs import weights
+
+# Another value of each option that must lead to other weights.
+CHANGES = {
+    "model": "top-k",
+    "model_options": GRID | {"estimator": "straight-through"},
+    "augment": True,
+    "epochs": 2,
+    "batch_size": 20,
+    "optimizer": "sgd",
+    "lr": 1e-3,
+    "lr_routing": 1e-3,
+    "lr_experts": 1e-3,
+    "schedule": "constant",
+    "warmup": 1.0,
+    "weight_decay": 0.1,
+    "clip": 0.01,
+    "label_smoothing": 0.1,
+    "expert_cost": 0.1,
+    "anytime_loss": 0.5,
+    "seed": 1,
+}
+# Options that must not change the weights, and where else their effect is shown.
+ELSEWHERE = {
+    "data": "test_cli.py",
+    "data_root": "tests/data",
+    "image_size": "test_image_size_is_that_of_a_folders_images",
+    "preset": "test_cli.py",
+    "patience": "test_patience_stops_early_and_keeps_the_best_weights",
+    "device": "test_faults.py",
+    "threads": "test_threads_are_set",
+    "precision": "test_mixed_precision.py",
+    "compile": "test_mixed_precision.py",
+    "strategy": "test_distributed.py",
+    "output": "test_run_folder.py",
+    "name": "test_run_folder.py",
+    "checkpoint_seconds": "test_checkpoints_are_written_by_the_clock_and_by_steps",
+    "checkpoint_steps": "test_checkpoints_are_written_by_the_clock_and_by_steps",
+    "quiet": "test_run_folder.py",
+}
+
+
+def test_every_option_is_accounted_for():
+    assert {field.name for field in fields(TrainConfig)} == CHANGES.keys() | ELSEWHERE.keys()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_option_changes_the_weights(train_with, name):
+    plain = weights(train_with(name="plain", epochs=1))
+    changed = weights(train_with(**{"epochs": 1, name: CHANGES[name]}))
+    same_names = plain.keys() == changed.keys()
+    assert not same_names or any(not torch.equal(plain[key], changed[key]) for key in plain)
+
+
+def test_learning_rates_go_to_their_groups():
+    model = build_model("mre", (1, 8, 8), 3, **GRID)
+    optimizer = build_optimizer(model, TrainConfig(lr=0.1, lr_routing=0.2, lr_experts=0.3))
+    rate_of = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    rates = {name: rate_of[id(parameter)] for name, parameter in model.named_parameters()}
+    assert rates["layer.gate.weight"] == rates["layer.routing.gate_first"] == 0.2
+    assert rates["layer.experts.weights.0"] == rates["layer.experts.biases.2"] == 0.3
+    assert rates["head.weight"] == rates["input_block.1.weight"] == 0.1
+
+
+def test_cosine_falls_from_one_to_zero_and_warmup_rises_before():
+    config = TrainConfig(epochs=10, warmup=2.0)
+    factors = [learning_rate_factor(config, step, 5) for step in range(51)]
+    assert factors[:10] == sorted(factors[:10])
+    assert factors[0] == pytest.approx(1 / 11)
+    assert factors[10] == 1.0
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+    assert factors[30] == pytest.approx(0.5)  # half-way through what is left
+    assert factors[50] == pytest.approx(0)
+    constant = replace(config, schedule="constant")
+    assert {learning_rate_factor(constant, step, 5) for step in range(10, 51)} == {1.0}
+
+
+def test_gradient_is_clipped_to_its_largest_norm_and_only_then():
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    for largest, expected in ((None, [3.0, 4.0]), (10.0, [3.0, 4.0]), (1.0, [0.6, 0.8])):
+        parameter.grad = torch.tensor([3.0, 4.0])
+        assert float(gradient_norm([parameter], largest)) == 5.0
+        assert parameter.grad.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_loss_is_the_sum_of_its_parts():
+    """Cross-entropy with smoothing, the cost dial, and the mean over prefixes, computed by hand from the logits."""
+    torch.manual_seed(0)
+    model = build_model("mre", (1, 8, 8), 3, **GRID)
+    images, labels, rows = torch.randn(5, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1]), torch.arange(5)
+
+    def answer(**options):
+        return model(images, generator=torch.Generator().manual_seed(9), rows=rows, **options)
+
+    def cross_entropy(logits, smoothing=0.0):
+        target = torch.nn.functional.one_hot(labels, 3) * (1 - smoothing) + smoothing / 3
+        return -(target * logits.log_softmax(-1)).sum(-1).mean()
+
+    config = TrainConfig(label_smoothing=0.2, expert_cost=0.25, anytime_loss=0.4)
+    result = Objective(model, config)(images, labels, rows, 9, 5)
+    out = answer()
+    prefixes = torch.stack([cross_entropy(answer(max_experts=k).logits) for k in (0, 1, 2, 4, 8)]).mean()
+    expected = 0.6 * cross_entropy(out.logits, 0.2) + 0.4 * prefixes + 0.25 * out.active.sum() / 5
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_cost_dial_uses_fewer_experts(train_with):
+    runs = [train_with(name=str(cost), expert_cost=cost, epochs=6, lr=0.02) for cost in (0.0, 0.5)]
+    free, dear = (run.read_metrics()[-1]["train_experts"] for run in runs)
+    assert dear < free - 0.5
+
+
+def test_cost_dial_is_refused_where_it_cannot_work(train_with):
+    with pytest.raises(ValueError, match=r"expert_cost=0\.1: model 'top-k' cannot learn to use fewer experts"):
+        train_with(model="top-k", expert_cost=0.1)
+
+
+def test_patience_stops_early_and_keeps_the_best_weights(train_with):
+    run = train_with(epochs=40, patience=2, lr=1e-9)  # nothing is learnt: the first epoch stays the best
+    summary = run.read_summary()
+    assert summary["epochs"] == 3
+    assert summary["weights"] == "best"
+    kept, best = weights(run), load_file(run.best)
+    assert all(torch.equal(kept[name], best[name]) for name in best)
+    last = load_checkpoint(list_checkpoints(run.last)[0]).tensors
+    assert any(not torch.equal(kept[name], last[f"model/{name}"]) for name in kept)
+
+
+def test_checkpoints_are_written_by_the_clock_and_by_steps(train_with, monkeypatch):
+    steps: list[int] = []
+    monkeypatch.setattr("raytraced.training.state.save_checkpoint", lambda _, checkpoint: steps.append(checkpoint.step))
+    train_with(epochs=1)
+    assert steps == [6]  # after the epoch
+    steps.clear()
+    train_with(name="steps", epochs=1, checkpoint_steps=4)
+    assert steps == [4, 6]
+    steps.clear()
+    train_with(name="clock", epochs=1, checkpoint_seconds=0.0)
+    assert steps == [1, 2, 3, 4, 5, 6, 6]
+
+
+def test_threads_are_set(train_with):
+    try:
+        train_with(epochs=0, threads=2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_image_size_is_that_of_a_folders_images(config, no_pictures, tmp_path):
+    from PIL import Image
+
+    for number in range(12):
+        folder = tmp_path / "own" / f"class{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (10, 10), color=20 * number).save(folder / f"{number}.png")
+    run = train(replace(config, data=str(tmp_path / "own"), image_size=9, epochs=0))
+    assert weights(run)["input_block.1.weight"].shape[1] == 81
+
+
+def test_seeds_of_steps_are_strangers():
+    seeds = {step_seed(seed, step) for seed in range(20) for step in range(500)}
+    assert len(seeds) == 20 * 500
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_presets_name_options_that_exist():
+    names = {field.name for field in fields(TrainConfig)}
+    for preset in ("best", "paper", "quick"):
+        for data in ("digits", "mnist", "cifar10"):
+            for model in ("mre", "mre-paper", "top-k"):
+                assert preset_values(preset, data, model).keys() <= names
