@@ -13,7 +13,7 @@ FOLDER = Path("src/raytraced/kernels/cpu")
 INSTRUCTIONS = {"avx2": ["-mavx2", "-mfma"]} if platform.machine() in ("x86_64", "AMD64") else {}
 FOREIGN = set() if INSTRUCTIONS else {"avx2"}
 # No -ffast-math: re-associated sums break the range reduction of exp() and the order of additions.
-FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=default", "-Wno-psabi", "-pthread"]
+FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-g0", "-Wno-psabi", "-pthread"]
 
 
 class BuildKernels(build_ext):

@@ -27,6 +27,8 @@ class FusedSequence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_active, _nodes, _num_active, grad_rates, grad_output):  # type: ignore[no-untyped-def]
         entry, first, inner, seed, rows, nodes, num_active = ctx.saved_tensors
+        # A parameter is kept itself, and may have been given other memory since.
+        first, inner = _contiguous(first, inner)
         grads = _contiguous(grad_active, grad_rates, grad_output)
         gradient = backward(entry, first, inner, seed, rows, nodes, num_active, grads, ctx.options)
         return (*gradient, None, None, None)

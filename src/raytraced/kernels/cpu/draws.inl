@@ -15,12 +15,12 @@ template <class S> struct Draw {
 
   const SequenceArgs& args;
   const Size<S> size;
-  const u64 row;
-  u32* words;       // (K, rounded up, and a vector more)
+  u64 row;
+  u32* words;       // (K, rounded up, and a vector more): of a race
+  T* ratios;        // (L, P): of a race
   u32 uniforms[4];  // the words of four steps
 
-  Draw(const SequenceArgs& args, const Size<S>& size, u64 row, u32* words)
-      : args(args), size(size), row(row), words(words) {}
+  Draw(const SequenceArgs& args, const Size<S>& size) : args(args), size(size) {}
 
   inline int choose(const T* probs, const T* mass, const T* peak, T output, int depth, int step) {
     const int M = size.L * size.N();
@@ -89,8 +89,9 @@ template <class S> struct Draw {
   inline T noise_out() const { return exponential(words + size.L * size.N())[0]; }
 
   static inline V exponential(const u32* words) {
-    V u;
-    for (int w = 0; w < W; ++w) u[w] = (T)(int)(words[w] >> 9);
+    typedef u32 Words __attribute__((vector_size(4 * W), aligned(4), may_alias));
+    typedef int Ints __attribute__((vector_size(4 * W)));
+    const V u = __builtin_convertvector((Ints)(*(const Words*)words >> 9), V);
     return -S::log((u + T(0.5)) * T(0x1p-23));
   }
 
@@ -104,15 +105,19 @@ template <class S> struct Draw {
   // The first to arrive of exponential clocks that tick at the candidates' rates.
   inline int race(const T* probs, T output, int depth, int step) {
     shuffle(depth, step);
-    T best = -1;
-    int winner = 0;
+    const int P = size.P();
+    V most = S::zero();
     for (int l = 0; l < depth; ++l)
       for (int v = 0; v < size.vectors(); ++v) {
-        const V ratio = S::load(probs + l * size.P() + v * W) / noise(l, v);
-        for (int w = 0; w < W && v * W + w < size.N(); ++w)
-          if (ratio[w] > best) best = ratio[w], winner = l * size.N() + v * W + w;
+        const V ratio = S::load(probs + l * P + v * W) / noise(l, v);
+        S::store(ratios + l * P + v * W, ratio);
+        most = S::max(most, ratio);
       }
-    return output / noise_out() > best ? size.L * size.N() : winner;
+    const T best = S::largest(most)[0];
+    if (output / noise_out() > best) return size.L * size.N();
+    int i = 0;
+    while (i < depth * P - 1 && ratios[i] != best) ++i;
+    return best > 0 ? i / P * size.N() + i % P : 0;
   }
 };
 

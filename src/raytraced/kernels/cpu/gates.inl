@@ -64,8 +64,8 @@ template <class S> struct Gates {
     if (size.L < 2) return;
     const T* W = (const T*)args.first;
     for (int i = 0; i < N; ++i) {
-      for (int o = 0; o < P; ++o) first[i * P + o] = o < N ? W[i * (N + 1) + o] : 0;
-      out[i] = W[i * (N + 1) + N];
+      for (int o = 0; o < P; ++o) first[i * P + o] = o < N ? W[i * (N + 1) + o] * S::log2_e : 0;
+      out[i] = W[i * (N + 1) + N] * S::log2_e;
       ((T*)g.largest)[i] = largest(W + i * (N + 1), N + 1);
     }
   }
@@ -77,7 +77,7 @@ template <class S> struct Gates {
     const T* W = (const T*)args.inner + node * (N + 1) * N;
     T* packed = (T*)g.outlets + node * N * P;
     for (int o = 0; o < P; ++o)
-      for (int k = 0; k < N; ++k) packed[k * P + o] = o < N ? W[o * N + k] : 0;
+      for (int k = 0; k < N; ++k) packed[k * P + o] = o < N ? W[o * N + k] * S::log2_e : 0;
     ((T*)g.largest)[N + node] = largest(W, (N + 1) * N);
     g.ready[node] = 1;
   }
@@ -93,7 +93,8 @@ template <class S> struct Gates {
       for (int k = 0; k < P; ++k) inputs[row * P + k] = k < N ? W[row * N + k] : 0;
     for (i64 l = 0; l < size.inner() / N; ++l)
       for (int k = 0; k < N; ++k)
-        for (int i = 0; i < P; ++i) out[(l * N + k) * P + i] = i < N ? W[((l * N + i) * (N + 1) + N) * N + k] : 0;
+        for (int i = 0; i < P; ++i)
+          out[(l * N + k) * P + i] = i < N ? W[((l * N + i) * (N + 1) + N) * N + k] * S::log2_e : 0;
   }
 
   // No logit of a gate exceeds its largest |W| times its firing rate. Below this limit no exponential over- or

@@ -22,11 +22,10 @@ template <typename T_, int W_> struct Lanes {
   typedef I VI __attribute__((vector_size(sizeof(T_) * W_)));
   typedef double VD __attribute__((vector_size(sizeof(double) * W_)));
 
-  typedef V Stored __attribute__((may_alias));  // rows are read by lane, too
-
   static inline V splat(T x) { return x - V{}; }
-  static inline V load(const T* p) { return *(const Stored*)p; }
-  static inline void store(T* p, V x) { *(Stored*)p = x; }
+  // Rows are read by lane, too: both compilers let a vector alias its elements. may_alias would let it alias all else.
+  static inline V load(const T* p) { return *(const V*)p; }
+  static inline void store(T* p, V x) { *(V*)p = x; }
   static inline V zero() { return V{}; }
   static inline V max(V a, V b) { return a > b ? a : b; }
 
@@ -136,33 +135,29 @@ template <typename T_, int W_> struct Lanes {
     }
   }
 
-  // exp(x) = 2^n exp(r), |r| <= ln 2 / 2, by Taylor's series cut below half a unit in the last place;
-  // exactly 0 where the result would not be a normal number. Never overflows for x <= 88 (float), 709 (double).
-  static inline V exp(V x) {
+  // 2^x = 2^n 2^r, |r| <= 1/2, by Taylor's series cut below half a unit in the last place;
+  // only for results that are normal numbers: |x| < 125 (float), 1020 (double).
+  static inline V exp2(V x) {
     constexpr bool single = sizeof(T) == 4;
-    constexpr T lowest = single ? T(-87.3) : T(-708.0);
     constexpr T shift = single ? T(12582912.0) : T(6755399441055744.0);  // 1.5 * 2^(mantissa bits): rounds to an integer
-    constexpr T ln2_high = single ? T(0.693359375) : T(0.6931471804855391);
-    constexpr T ln2_low = single ? T(-2.12194440054690583e-4) : T(7.440617110012397e-11);
-    const VI flushed = x < lowest;
-    const V shifted = x * T(1.4426950408889634) + shift;
-    const V n = shifted - shift;
-    const V r = (x - n * ln2_high) - n * ln2_low;
-    constexpr int degree = single ? 7 : 13;
-    V even = splat(inverse_factorial(degree - 1)), odd = splat(inverse_factorial(degree));
-    const V r2 = r * r;
-    for (int k = degree - 3; k >= 0; k -= 2) even = even * r2 + inverse_factorial(k);
-    for (int k = degree - 2; k >= 1; k -= 2) odd = odd * r2 + inverse_factorial(k);
-    constexpr int bits = single ? 23 : 52;
-    const VI scale = ((VI)shifted << bits) + (I(single ? 127 : 1023) << bits);
-    const V result = (even + odd * r) * (V)scale;
-    return flushed ? V{} : result;
+    constexpr int bits = single ? 23 : 52, degree = single ? 7 : 13;
+    const V shifted = x + shift, r = x - (shifted - shift), r2 = r * r;
+    V even = splat(term(degree - 1)), odd = splat(term(degree));
+    for (int k = degree - 3; k >= 0; k -= 2) even = even * r2 + term(k);
+    for (int k = degree - 2; k >= 1; k -= 2) odd = odd * r2 + term(k);
+    return (V)((VI)(even + odd * r) + ((VI)shifted << bits));
   }
-  static constexpr T inverse_factorial(int k) {
-    double f = 1;
-    for (int i = 2; i <= k; ++i) f *= i;
-    return T(1 / f);
+  static constexpr T term(int k) {  // (ln 2)^k / k!
+    double x = 1;
+    for (int i = 1; i <= k; ++i) x *= 0.69314718055994531 / i;
+    return T(x);
   }
+  // The same for any x <= 0: exactly 0 where the result would not be a normal number.
+  static inline V exp2_of_negative(V x) {
+    const V lowest = splat(T(sizeof(T) == 4 ? -125 : -1020));
+    return x < lowest ? V{} : exp2(max(x, lowest));
+  }
+  static constexpr T log2_e = T(1.4426950408889634), ln_2 = T(0.69314718055994531);
 
   // log(x) of a positive normal number: x = m 2^e, sqrt(1/2) <= m < sqrt 2, log m = 2 atanh((m - 1) / (m + 1)).
   static inline V log(V x) {
@@ -178,7 +173,7 @@ template <typename T_, int W_> struct Lanes {
     constexpr int last = single ? 9 : 21;
     V series = splat(T(1) / last);
     for (int k = last - 2; k >= 1; k -= 2) series = series * t2 + T(1) / k;
-    return __builtin_convertvector(e, V) * T(0.6931471805599453) + 2 * t * series;
+    return __builtin_convertvector(e, V) * ln_2 + 2 * t * series;
   }
 };
 

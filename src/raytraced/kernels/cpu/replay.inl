@@ -61,49 +61,67 @@ template <class S> struct Replay {
         for (int s = 0; s < num_senders; ++s)
           logit_out += S::load(sent + ((i64)(l - 1) * N + sender[s]) * P + group * W) * S::load(weight_out + sender[s] * P);
       }
-      for (int w = 0; w < W; ++w) {
-        const int i = group * W + w;
-        if (!size.whole() && i >= N) break;
-        for (int v = 0; v < num_vectors; ++v) {
-          V logits = S::zero();
-          if (l == 0) {
-            logits = rate[i] * S::load((const T*)gates.first + i * P + v * W);
-          } else {
-            const T* weight = (const T*)gates.outlets + ((i64)(l - 1) * N + i) * N * P + v * W;
-            const T* above = sent + (i64)(l - 1) * N * P + i;
-            for (int s = 0; s < num_senders; ++s) logits += above[sender[s] * P] * S::load(weight + sender[s] * P);
+      // A group's rows grow together: one loop over the senders, whose number nobody can predict, not one for each row.
+      const int in_group = size.whole() || N - group * W > W ? W : N - group * W;
+      for (int v = 0; v < num_vectors; ++v) {
+        V logits[W];
+        for (int w = 0; w < W; ++w) logits[w] = S::zero();
+        if (l == 0) {
+          const T* weight = (const T*)gates.first + group * W * P + v * W;
+          for (int w = 0; w < in_group; ++w) logits[w] = rate[group * W + w] * S::load(weight + w * P);
+        } else {
+          const T* weight = (const T*)gates.outlets + ((i64)(l - 1) * N + group * W) * N * P + v * W;
+          const T* above = sent + (i64)(l - 1) * N * P + group * W;
+          for (int s = 0; s < num_senders; ++s) {
+            const T *input = above + (i64)sender[s] * P, *part = weight + (i64)sender[s] * P;
+            for (int w = 0; w < W; ++w)
+              if (w < in_group) logits[w] += input[w] * S::load(part + (i64)w * N * P);
           }
-          S::store(rows + w * P + v * W, logits);
         }
+        for (int w = 0; w < W; ++w) S::store(rows + w * P + v * W, logits[w]);
       }
-      if (careful) {
-        for (int w = 0; w < W && group * W + w < N; ++w) {
-          V most = S::splat(logit_out[w]);
-          for (int v = 0; v < num_vectors; ++v) {
-            const V logits = S::load(rows + w * P + v * W);
-            most = S::max(most, S::load(inside + v * W) > 0 ? logits : most);
-          }
-          most = S::largest(most);
-          logit_out[w] -= most[0];
-          for (int v = 0; v < num_vectors; ++v) S::store(rows + w * P + v * W, S::load(rows + w * P + v * W) - most);
-        }
-      }
+      if (careful) lower(rows, logit_out, in_group);
       V totals[W];
-      for (int w = 0; w < W; ++w) {
-        totals[w] = S::zero();
-        for (int v = 0; v < num_vectors; ++v) {
-          V share = S::zero();
-          if (size.whole() || group * W + w < N) share = S::exp(S::load(rows + w * P + v * W));
-          if (!size.whole()) share *= S::load(inside + v * W);
-          S::store(rows + w * P + v * W, share);
-          totals[w] += share;
-        }
-      }
-      const V share_out = S::exp(logit_out), scale = 1 / (S::sums(totals) + share_out);
+      const V share_out = careful ? powers<true>(rows, logit_out, totals) : powers<false>(rows, logit_out, totals);
+      const V scale = 1 / (S::sums(totals) + share_out);
       S::store(soft_out + slot * P + group * W, share_out * scale);
+      alignas(sizeof(V)) T scales[W];
+      S::store(scales, scale);
       for (int w = 0; w < W; ++w)
         for (int v = 0; v < num_vectors; ++v)
-          S::store(rows + w * P + v * W, S::load(rows + w * P + v * W) * scale[w]);
+          S::store(rows + w * P + v * W, S::load(rows + w * P + v * W) * scales[w]);
+    }
+  }
+
+  // Logits to powers of two, in place, and the sum of every row.
+  template <bool CAREFUL> inline V powers(T* rows, V logit_out, V* totals) {
+    const int P = size.P(), num_vectors = size.vectors();
+#pragma GCC unroll 8
+    for (int w = 0; w < W; ++w) {
+      totals[w] = S::zero();
+      for (int v = 0; v < num_vectors; ++v) {
+        V share = S::load(rows + w * P + v * W);
+        share = CAREFUL ? S::exp2_of_negative(share) : S::exp2(share);
+        if (!size.whole()) share *= S::load(inside + v * W);
+        S::store(rows + w * P + v * W, share);
+        totals[w] += share;
+      }
+    }
+    return CAREFUL ? S::exp2_of_negative(logit_out) : S::exp2(logit_out);
+  }
+
+  // Subtracts from each row of logits its largest one.
+  void lower(T* rows, V& logit_out, int in_group) {
+    const int P = size.P(), num_vectors = size.vectors();
+    for (int w = 0; w < in_group; ++w) {
+      V most = S::splat(logit_out[w]);
+      for (int v = 0; v < num_vectors; ++v) {
+        const V logits = S::load(rows + w * P + v * W);
+        most = S::max(most, S::load(inside + v * W) > 0 ? logits : most);
+      }
+      most = S::largest(most);
+      logit_out[w] -= most[0];
+      for (int v = 0; v < num_vectors; ++v) S::store(rows + w * P + v * W, S::load(rows + w * P + v * W) - most);
     }
   }
 
@@ -131,7 +149,7 @@ template <class S> struct Replay {
     int* slot = slots + (step + 1) * L;
     for (int m = 0; m < L; ++m) slot[m] = slots[step * L + m];
     active[l * N + count[l]++] = i;
-    on[l * P + i] = 1;
+    S::set(on + l * P, i, 1);
     depths[step + 1] = depths[step];
     if (l < L - 1) send(l, i, slot[l]);
     for (;; ++l) {
@@ -163,7 +181,7 @@ template <class S> struct Replay {
   // Takes the newest node of layer l back out of the active set.
   inline void deactivate(int l, int i) {
     --count[l];
-    on[l * size.P() + i] = 0;
+    S::set(on + l * size.P(), i, 0);
   }
 };
 

@@ -21,7 +21,8 @@ struct SequenceArgs {
   void *grad_first, *grad_inner, *grad_entry;
 };
 
-// The gates in the layouts of the kernel, rows padded with zeros to whole vectors.
+// The gates in the layouts of the kernel, rows padded with zeros to whole vectors. All but `inputs` are multiplied by
+// 1 / ln 2, so that a softmax can take powers of two.
 struct PackedGates {
   void* outlets;         // (L-2, N, N inputs, outlets): a node's gate, outlets in lanes
   void* inputs;          // (L-2, N, O, inputs): the same gate, inputs in lanes

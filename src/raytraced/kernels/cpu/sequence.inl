@@ -32,15 +32,17 @@ template <class S> struct Entry {
   }
 };
 
-static SequenceKernel sequence_kernel(const SequenceArgs& args) {
-  if (args.is_double) return args.experts == 8 ? Entry<Shape<double, 4, 8>>::kernel() : Entry<Shape<double, 4, 0>>::kernel();
-  switch (args.experts) {
-    case 4: return Entry<Shape<float, 4, 4>>::kernel();
-    case 8: return Entry<Shape<float, 8, 8>>::kernel();
-    case 16: return Entry<Shape<float, 8, 16>>::kernel();
-    case 32: return Entry<Shape<float, 8, 32>>::kernel();
+// Common numbers of experts are constants to the compiler, where the build can afford it.
+template <bool FIXED> SequenceKernel sequence_kernel(const SequenceArgs& args) {
+  if constexpr (FIXED) {
+    if (args.is_double && args.experts == 8) return Entry<Shape<double, 4, 8>>::kernel();
+    if (!args.is_double && args.experts == 4) return Entry<Shape<float, 4, 4>>::kernel();
+    if (!args.is_double && args.experts == 8) return Entry<Shape<float, 8, 8>>::kernel();
+    if (!args.is_double && args.experts == 16) return Entry<Shape<float, 8, 16>>::kernel();
+    if (!args.is_double && args.experts == 32) return Entry<Shape<float, 8, 32>>::kernel();
   }
-  return args.experts < 4 ? Entry<Shape<float, 4, 0>>::kernel() : Entry<Shape<float, 8, 0>>::kernel();
+  if (args.is_double) return Entry<Shape<double, 4, 0>>::kernel();
+  return args.experts <= 4 ? Entry<Shape<float, 4, 0>>::kernel() : Entry<Shape<float, 8, 0>>::kernel();
 }
 
 }  // namespace RAYTRACED_ISA

@@ -2,5 +2,5 @@
 #include "sequence.inl"
 
 raytraced::SequenceKernel raytraced::sequence_kernel_avx2(const SequenceArgs& args) {
-  return avx2::sequence_kernel(args);
+  return avx2::sequence_kernel<true>(args);
 }

@@ -39,18 +39,19 @@ template <class S> struct Backward {
   T *grad_logits, *grad_out;    // (L, P, P), (L, P): of a gate's logits, summed while its inputs stay the same
   T *mixed, *mixed_rows;        // (P, P): W^T times that, node by input; its transpose plus the part common to all inputs
   T *common, *inner, *one_out;  // (P): see `routing`
-  T* grad_entry;                // (P)
+  T *grad_entry, *grad_first;   // (P): directly, and through the first layer's gates
   T* work;                      // (2 L, P)
-  u32* words;
+  Draw<S> draw;
 
   Backward(const SequenceArgs& args, const PackedGates& gates, Pieces& pieces, void* gradient_memory, i64 max_active)
-      : args(args), gates(gates), size(args), replay(args, gates, pieces, max_active), gradient(args, gradient_memory) {
+      : args(args), gates(gates), size(args), replay(args, gates, pieces, max_active), gradient(args, gradient_memory), draw(args, size) {
     const i64 L = size.L, N = size.N(), P = size.P();
     grad_active = pieces.take<T>(L * P), grad_rates = pieces.take<T>((L + 1) * P);
     grad_logits = pieces.take<T>(L * P * P), grad_out = pieces.take<T>(L * P);
     mixed = pieces.take<T>(P * P), mixed_rows = pieces.take<T>(P * P);
     common = pieces.take<T>(P), inner = pieces.take<T>(P), one_out = pieces.take<T>(P), grad_entry = pieces.take<T>(P);
-    work = pieces.take<T>(2 * L * P), words = pieces.take<u32>(L * N + P + 8);
+    grad_first = pieces.take<T>(P);
+    work = pieces.take<T>(2 * L * P), draw.words = pieces.take<u32>(L * N + P + 8);
   }
 
   static i64 bytes(const SequenceArgs& args, i64 max_active) {
@@ -83,7 +84,7 @@ template <class S> struct Backward {
         back += S::load((const T*)gates.first + i * P + v * W) * S::load(logits + v * W);
       }
       gradient.first_out[i] += rate * out;
-      grad_entry[i] += S::sum(back)[0] + ((const T*)gates.first_out)[i] * out;
+      grad_first[i] = (S::sum(back)[0] + ((const T*)gates.first_out)[i] * out) * S::ln_2;
     } else {
       const T* rates = replay.rates + (i64)slot[l - 1] * P;
       const T* soft = replay.soft + (i64)slot[l - 1] * P * P;
@@ -100,7 +101,7 @@ template <class S> struct Backward {
       }
     }
     for (int v = 0; v < size.vectors(); ++v) S::store(logits + v * W, S::zero());
-    grad_out[l * P + i] = 0;
+    S::set(grad_out + l * P, i, 0);
   }
 
   inline void take_back(int l, int i, i64 step) {
@@ -206,7 +207,7 @@ template <class S> struct Backward {
 
   // The gradient of the draw of `node` (M: the output node), made after `step` others, goes to the probabilities it was
   // made from: to grad_rates, to the active set, and, returned, to the output's rate.
-  inline T estimate(i64 step, int node, Draw<S>& draw) {
+  inline T estimate(i64 step, int node) {
     const int L = size.L, N = size.N(), P = size.P(), num_vectors = size.vectors(), depth = replay.depths[step];
     const T output = replay.outputs[step], floor = (T)args.rate_floor;
     const int drawn_l = node / N, drawn_i = node % N;
@@ -231,20 +232,14 @@ template <class S> struct Backward {
         for (int v = 0; v < num_vectors; ++v) {
           const V p = probs(step, l, v);
           V grad = (S::load(grad_active + l * P + v * W) - grad_drawn) / 2;
-          if (l == drawn_l) grad = lanes() == S::splat((T)(drawn_i - v * W)) ? own / S::max(p, S::splat(floor)) : grad;
+          if (l == drawn_l) grad = S::iota() == S::splat((T)(drawn_i - v * W)) ? own / S::max(p, S::splat(floor)) : grad;
           settle(l, v, p, p > 0 ? grad : S::zero());
         }
       if (output > 0) grad_output = drawn_l < L ? -grad_drawn / 2 : own[0] / (output > floor ? output : floor);
     } else {
-      grad_output = estimate_gumbel(step, draw);
+      grad_output = estimate_gumbel(step);
     }
     return grad_output;
-  }
-
-  static inline V lanes() {
-    V x;
-    for (int w = 0; w < W; ++w) x[w] = (T)w;
-    return x;
   }
 
   inline void settle(int l, int v, V p, V grad) {
@@ -253,7 +248,7 @@ template <class S> struct Backward {
     S::store(sum, S::load(sum) - grad * p);
   }
 
-  T estimate_gumbel(i64 step, Draw<S>& draw) {
+  T estimate_gumbel(i64 step) {
     const int P = size.P(), num_vectors = size.vectors(), depth = replay.depths[step];
     const T output = replay.outputs[step], temperature = (T)args.temperature, lowest = T(-1e30);
     const V floor = S::splat((T)args.rate_floor);
@@ -263,7 +258,7 @@ template <class S> struct Backward {
     if (output > 0) {
       logit_out = S::log(S::splat(output));
       if (args.seed) logit_out -= S::log(S::splat(draw.noise_out()));
-      logit_out /= temperature;
+      logit_out *= S::log2_e / temperature;
     }
     most = logit_out;
     for (int l = 0; l < depth; ++l)
@@ -271,7 +266,7 @@ template <class S> struct Backward {
         const V p = probs(step, l, v);
         V logit = S::log(p);
         if (args.seed) logit -= S::log(draw.noise(l, v));
-        logit = p > 0 ? logit / temperature : S::splat(lowest);
+        logit = p > 0 ? logit * (S::log2_e / temperature) : S::splat(lowest);
         S::store(logits + l * P + v * W, logit);
         most = S::max(most, logit);
       }
@@ -279,12 +274,12 @@ template <class S> struct Backward {
     V total = S::zero(), mean = S::zero();
     for (int l = 0; l < depth; ++l)
       for (int v = 0; v < num_vectors; ++v) {
-        const V share = S::exp(S::load(logits + l * P + v * W) - most);
+        const V share = S::exp2_of_negative(S::load(logits + l * P + v * W) - most);
         S::store(logits + l * P + v * W, share);
         total += share;
         mean += share * S::load(grad_active + l * P + v * W);
       }
-    const V share_out = S::exp(logit_out - most), scale = 1 / (S::sum(total) + share_out);
+    const V share_out = S::exp2_of_negative(logit_out - most), scale = 1 / (S::sum(total) + share_out);
     mean = S::sum(mean) * scale;
     for (int l = 0; l < depth; ++l)
       for (int v = 0; v < num_vectors; ++v) {
@@ -301,29 +296,33 @@ template <class S> struct Backward {
     const i64* nodes = args.nodes + b * args.steps;
     replay.start((const T*)args.entry + b * N);
     for (i64 step = 0; step < num_active; ++step) replay.activate((int)nodes[step] / N, (int)nodes[step] % N, step);
-    for (int i = 0; i < P; ++i) grad_entry[i] = 0;
-    const T* grad = (const T*)args.grad_active + b * M;
-    for (int l = 0; l < L; ++l)
-      for (int i = 0; i < P; ++i) grad_active[l * P + i] = args.grad_active && i < N ? grad[l * N + i] : 0;
+
+    draw.row = args.rows ? (u64)args.rows[b] : (u64)b;
+    for (int i = 0; i < P; ++i) grad_entry[i] = 0, grad_first[i] = 0;
+    arrive(grad_active, (const T*)args.grad_active, b);
     if (args.grad_rates || args.grad_output) {
-      const T* grad = (const T*)args.grad_rates + b * M;
-      for (int l = 0; l < L; ++l)
-        for (int i = 0; i < P; ++i) grad_rates[l * P + i] = args.grad_rates && i < N ? grad[l * N + i] : 0;
+      arrive(grad_rates, (const T*)args.grad_rates, b);
       routing(num_active, args.grad_output ? ((const T*)args.grad_output)[b] : 0, false);
     }
-    Draw<S> draw(args, size, args.rows ? (u64)args.rows[b] : (u64)b, words);
-    if (num_active < args.steps) routing(num_active, estimate(num_active, M, draw), true);
+    if (num_active < args.steps) routing(num_active, estimate(num_active, M), true);
     for (i64 step = num_active - 1; step >= 0; --step) {
       const int node = (int)nodes[step];
       take_back(node / N, node % N, step + 1);
-      const T grad_output = estimate(step, node, draw);
+      const T grad_output = estimate(step, node);
       if (step > 0) routing(step, grad_output, true);
       else  // nothing is active: every gradient goes to the entry
         for (int v = 0; v < size.vectors(); ++v)
           S::store(grad_entry + v * W, S::load(grad_entry + v * W) + S::load(grad_rates + v * W));
     }
     T* entry = (T*)args.grad_entry + b * N;
-    for (int i = 0; i < N; ++i) entry[i] = grad_entry[i];
+    for (int i = 0; i < N; ++i) entry[i] = grad_entry[i] + grad_first[i];
+  }
+
+  // A sample's gradient (L, N) from outside, or zeros, with padding.
+  inline void arrive(T* padded, const T* grad, i64 b) {
+    const int L = size.L, N = size.N(), P = size.P();
+    for (int l = 0; l < L; ++l)
+      for (int i = 0; i < P; ++i) padded[l * P + i] = grad && i < N ? grad[(b * L + l) * N + i] : 0;
   }
 };
 

@@ -2,5 +2,5 @@
 #include "sequence.inl"
 
 raytraced::SequenceKernel raytraced::sequence_kernel_baseline(const SequenceArgs& args) {
-  return baseline::sequence_kernel(args);
+  return baseline::sequence_kernel<false>(args);
 }

@@ -24,14 +24,16 @@ template <class S> struct Forward {
   T* inside;                // (P): 1 for a real lane, 0 for padding
   int *active, *count;      // (L, N) in order of activation; (L)
   int depth;                // layers with candidates or active nodes
-  u32* words;               // random words of a race
+  Draw<S> draw;
 
-  Forward(const SequenceArgs& args, PackedGates& gates, Pieces& pieces) : args(args), gates(gates), size(args) {
+  Forward(const SequenceArgs& args, PackedGates& gates, Pieces& pieces)
+      : args(args), gates(gates), size(args), draw(args, size) {
     const i64 L = size.L, N = size.N(), P = size.P();
     rates = pieces.take<T>(L * P), open = pieces.take<T>(L * P), probs = pieces.take<T>(L * P);
     sent = pieces.take<T>(L * N * P), sent_out = pieces.take<T>(L * P);
     out = pieces.take<T>(L), mass = pieces.take<T>(L), peak = pieces.take<T>(L), inside = pieces.take<T>(P);
-    active = pieces.take<int>(L * N), count = pieces.take<int>(L), words = pieces.take<u32>(L * N + P + 8);
+    active = pieces.take<int>(L * N), count = pieces.take<int>(L);
+    draw.words = pieces.take<u32>(L * N + P + 8), draw.ratios = pieces.take<T>(L * P);
   }
 
   static i64 bytes(const SequenceArgs& args) {
@@ -56,33 +58,35 @@ template <class S> struct Forward {
       if (!gates.ready[node]) Gates<S>::pack(args, gates, node);
       const T* weight = (const T*)gates.outlets + node * N * P;
       const T* weight_out = (const T*)args.inner + (node * (N + 1) + N) * N;
-      const T* above = sent + (i64)(l - 1) * N * P;
+      const T* above = sent + (i64)(l - 1) * N * P + i;
       const int* sender = active + (l - 1) * N;
       const int num_senders = count[l - 1];
+      T total = 0;
       for (int v = 0; v < num_vectors; ++v) {
         V logits = S::zero();
-        for (int s = 0; s < num_senders; ++s)
-          logits += above[sender[s] * P + i] * S::load(weight + sender[s] * P + v * W);
+        for (int s = 0; s < num_senders; ++s) {
+          const i64 k = sender[s];
+          logits += above[k * P] * S::load(weight + k * P + v * W);
+          if (v == 0) total += above[k * P] * weight_out[k];
+        }
         S::store(row + v * W, logits);
       }
-      T total = 0;
-      for (int s = 0; s < num_senders; ++s) total += above[sender[s] * P + i] * weight_out[sender[s]];
-      logit_out = S::splat(total);
+      logit_out = S::splat(total * S::log2_e);
     }
-    if (!(((const T*)gates.largest)[l * N + i] * rate < Gates<S>::tame)) {
+    V share_out, total = S::zero();
+    if (((const T*)gates.largest)[l * N + i] * rate < Gates<S>::tame) {
+      share_out = S::exp2(logit_out);
+      for (int v = 0; v < num_vectors; ++v) S::store(row + v * W, S::exp2(S::load(row + v * W)));
+    } else {
       V most = logit_out;
       for (int v = 0; v < num_vectors; ++v) most = S::max(most, S::load(inside + v * W) > 0 ? S::load(row + v * W) : most);
       most = S::largest(most);
-      logit_out -= most;
-      for (int v = 0; v < num_vectors; ++v) S::store(row + v * W, S::load(row + v * W) - most);
+      share_out = S::exp2_of_negative(logit_out - most);
+      for (int v = 0; v < num_vectors; ++v) S::store(row + v * W, S::exp2_of_negative(S::load(row + v * W) - most));
     }
-    const V share_out = S::exp(logit_out);
-    V total = S::zero();
     for (int v = 0; v < num_vectors; ++v) {
-      V share = S::exp(S::load(row + v * W));
-      if (!size.whole()) share *= S::load(inside + v * W);
-      S::store(row + v * W, share);
-      total += share;
+      if (!size.whole()) S::store(row + v * W, S::load(row + v * W) * S::load(inside + v * W));
+      total += S::load(row + v * W);
     }
     const V scale = rate / (S::sum(total) + share_out);
     for (int v = 0; v < num_vectors; ++v) S::store(row + v * W, S::load(row + v * W) * scale);
@@ -100,8 +104,8 @@ template <class S> struct Forward {
       total += p;
       most = S::max(most, p);
     }
-    mass[l] = S::sum(total)[0];
-    peak[l] = S::largest(most)[0];
+    if (args.seed) mass[l] = S::sum(total)[0];
+    if (!args.seed || args.stop == DOMINANT) peak[l] = S::largest(most)[0];
   }
 
   // What layer l now sends, summed into the rates of the next and its part of the output's.
@@ -155,8 +159,7 @@ template <class S> struct Forward {
   void run(i64 b) {
     const int L = size.L, N = size.N(), P = size.P(), M = L * N;
     start((const T*)args.entry + b * N);
-    const u64 row = args.rows ? (u64)args.rows[b] : (u64)b;
-    Draw<S> draw(args, size, row, words);
+    draw.row = args.rows ? (u64)args.rows[b] : (u64)b;
     i64* nodes = args.nodes + b * args.steps;
     i64 step = 0;
     T output = 0;
