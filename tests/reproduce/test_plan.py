@@ -1,0 +1,109 @@
+"""The table of runs: fair, separable, and named by what is in it."""
+
+from dataclasses import replace
+
+import pytest
+
+from raytraced.reproduce.parts import PARTS, SETS, choose_parts, collect_runs
+from raytraced.reproduce.plan import FULL, QUICK, SEARCH_SEED, Planner, Run
+from raytraced.reproduce.variants import PAPER_VARIANTS, frontier_variants, union_variants
+
+EVERY_LABEL = {variant.label for variant in (*frontier_variants(FULL.dials), *union_variants(FULL.dials))}
+KNOWN_RATES = {data: {label: {"lr": 2e-3} for label in EVERY_LABEL} for data in FULL.epochs}
+
+
+@pytest.fixture
+def planner():
+    return Planner(FULL, KNOWN_RATES)
+
+
+@pytest.mark.parametrize("part", [*SETS["default"], "frontier", "union"])
+def test_every_model_is_trained_alike_but_for_the_papers_own_recipe(planner, part):
+    shared = (
+        "epochs",
+        "batch_size",
+        "optimizer",
+        "schedule",
+        "warmup",
+        "patience",
+        "augment",
+        "label_smoothing",
+        "weight_decay",
+    )
+    for data in (*FULL.data, "union"):
+        runs = [
+            run
+            for run in collect_runs([part], planner, None)
+            if run.data == data and run.label != "mre-paper" and run.group == "main"
+        ]
+        assert len({tuple(getattr(run.config, name) for name in shared) for run in runs}) <= 1
+
+
+def test_the_best_epoch_by_validation_is_kept_for_every_model(planner):
+    for run in collect_runs(["frontier"], planner, None):
+        assert run.config.patience == run.config.epochs  # cannot run out, and patience keeps the best weights
+
+
+def test_the_default_set_is_the_papers_models_over_three_data_sets_and_seeds(planner):
+    runs = collect_runs(["table1"], planner, None)
+    assert {(run.data, run.label, run.seed) for run in runs} == {
+        (data, variant.label, seed)
+        for data in ("mnist", "fashion-mnist", "cifar10")
+        for variant in PAPER_VARIANTS
+        for seed in range(3)
+    }
+
+
+def test_an_unknown_learning_rate_asks_for_its_search_first():
+    runs = collect_runs(["table1"], Planner(FULL, {}), ("mnist",))
+    searched = {run.label.rpartition("-lr-")[0] for run in runs if run.group == "search"}
+    assert searched == {variant.label for variant in PAPER_VARIANTS} - {"mre-paper"}
+    assert {run.config.lr for run in runs if run.label.startswith("top-k-lr-")} == set(FULL.grid)
+    assert {run.label for run in runs if run.group == "main"} == {"mre-paper"}
+
+
+def test_the_searchs_seed_is_that_of_no_other_run(planner):
+    for run in collect_runs(PARTS, planner, None):
+        assert (run.seed == SEARCH_SEED) == (run.group == "search")
+
+
+def test_the_unions_search_is_made_with_the_unions_width():
+    runs = collect_runs(["union"], Planner(FULL, {}), None)
+    assert runs
+    assert {run.config.model_options["dim"] for run in runs} == {64}
+
+
+def test_one_figure_needs_no_more_than_its_own_runs(planner):
+    (run,) = collect_runs(["fig5"], planner, ("mnist",))
+    assert (run.data, run.label, run.seed) == ("mnist", "mre", 0)
+
+
+def test_runs_of_several_parts_are_shared(planner):
+    together = collect_runs(["table1", "fig6", "frontier"], planner, None)
+    assert len({run.key for run in together}) == len(together)
+    frontier = collect_runs(["frontier"], planner, None)
+    assert len(together) == len(frontier)  # it holds the seeds of table 1 too
+
+
+def test_another_configuration_is_another_run_but_another_folder_is_not(planner):
+    (run,) = collect_runs(["fig5"], planner, ("mnist",))
+    assert Run(run.group, run.label, replace(run.config, lr=1e-3)).digest != run.digest
+    assert Run(run.group, run.label, replace(run.config, model_options={"dim": 8})).digest != run.digest
+    assert Run(run.group, run.label, replace(run.config, output="elsewhere", threads=2)).digest == run.digest
+
+
+def test_quick_is_a_small_likeness_of_every_part():
+    runs = collect_runs([part for part in PARTS if part not in ("union", "ship")], Planner(QUICK, {}), None)
+    steps = sum(run.config.epochs * {"digits": 1_294 / 64, "fashion-mnist": 54_000 / 256}[run.data] for run in runs)
+    full_runs = collect_runs([part for part in PARTS if part != "ship"], Planner(FULL, KNOWN_RATES), None)
+    assert steps < 0.01 * sum(run.config.epochs * 200 for run in full_runs)
+
+
+@pytest.mark.parametrize(("name", "hint"), [("figg5", "did you mean fig5?"), ("zzz", "must be one of table1")])
+def test_a_part_that_does_not_exist_is_refused_with_what_was_meant(name, hint):
+    with pytest.raises(ValueError, match=f"only={name}: no such part; {hint}"):
+        choose_parts([name])
+
+
+def test_sets_stand_for_their_parts_in_the_tables_order():
+    assert choose_parts(["fig6", "claims", "table1"]) == ["table1", "fig6", "lr", "balance", "temperature", "init"]
