@@ -81,6 +81,13 @@ def test_a_confidence_of_0_leaves_at_once_and_of_1_never(confidence, num_layers)
     assert out.active.sum((1, 2)).eq(num_layers).all()
 
 
+def test_an_exit_that_just_reaches_the_confidence_is_taken():
+    model = make_model(confidence=1.0).eval()
+    model.heads[1].bias.data[0] = 1000.0  # a probability of exactly 1 in floating point
+    out = model(torch.randn(4, 1, 4, 4, dtype=torch.float64))
+    assert out.active[:, :, 0].tolist() == [[1.0, 0.0, 0.0]] * 4
+
+
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match=r"confidence=1\.5: must lie in 0 … 1"):
         make_model(confidence=1.5)

@@ -183,6 +183,7 @@ def test_a_sample_that_chose_null_experts_only_is_left_as_it_is():
     out = layer(hidden)
     assert not out.active.any()
     assert torch.equal(out.hidden, hidden)
+    assert not layer.route(0, hidden, None).weights.any()  # 0, not 0 / 0
     (out.hidden.sum() + out.loss).backward()
     assert hidden.grad.isfinite().all()
     assert all(gate.weight.grad.isfinite().all() for gate in layer.gates)
