@@ -23,7 +23,7 @@ class Case(NamedTuple):
     """A routing network, entry rates, and the options of both paths."""
 
     routing: RoutingNetwork
-    entry_BN: Tensor
+    entry: Tensor  # (B, N)
     options: dict[str, Any]
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from kernels.both_paths import make_case
 from torch import nn
 
+from kernels.both_paths import make_case
 from raytraced import kernels
 from raytraced.sequence import activation_sequence
 

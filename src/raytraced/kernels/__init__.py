@@ -53,11 +53,14 @@ def sequence(
             f"entry has shape {tuple(entry_BN.shape)}: must be (batch, {routing.num_experts}), "
             "one rate for each expert of the first layer"
         )
-    first, inner, dtype = routing.gate_first, routing.gate_inner, entry_BN.dtype
+    first: Tensor | None = routing.gate_first
+    inner: Tensor | None = routing.gate_inner
+    if first is not None and first.dtype != entry_BN.dtype:
+        first, inner = first.to(entry_BN.dtype), None if inner is None else inner.to(entry_BN.dtype)
     result = _fused(
         entry_BN,
-        None if first is None else first.to(dtype),
-        None if inner is None else inner.to(dtype),
+        first,
+        inner,
         seed,
         rows_B,
         _Options(

@@ -129,11 +129,12 @@ def fused(
 ) -> Result:
     """Whichever way fits: the operator for a compiler, autograd where a gradient is wanted, else the bare call."""
     if torch.compiler.is_compiling():
+        rows = None if rows is None else rows.to(torch.int64)
         return Result(*activation_sequence_op(entry, first, inner, seed, rows, *options))
     entry = entry.contiguous()
     first = None if first is None else first.contiguous()
     inner = None if inner is None else inner.contiguous()
-    rows = None if rows is None else rows.contiguous()
+    rows = None if rows is None else rows.to("cpu", torch.int64).contiguous()
     wanted = torch.is_grad_enabled() and (
         entry.requires_grad
         or (first is not None and first.requires_grad)
