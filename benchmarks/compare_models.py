@@ -3,17 +3,22 @@
     python benchmarks/compare_models.py                        all models on Fashion-MNIST, five epochs
     python benchmarks/compare_models.py --only mre,top-k       some of them
 
-Writes results/models-DATA.json and .md: accuracy, experts and multiply-adds (both on validation images) and seconds an epoch.
-A first look at one seed, a learning rate for all and few epochs, with whatever else the machine was doing: not a verdict.
+Writes results/models-DATA.json and .md: accuracy, experts and multiply-adds (on validation images) and seconds an epoch: as the
+runs took them, with whatever else the machine was doing, and in CPU time of training steps, measured side by side afterwards.
+A first look at one seed, a learning rate for all and few epochs: not a verdict.
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+STEPS_A_ROUND, ROUNDS = 10, 7
 
 # A row of the table: its name, the model, its options.
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -104,9 +109,45 @@ def row(name: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
     }
 
 
+def cpu_seconds_an_epoch(names: list[str], arguments: argparse.Namespace) -> dict[str, float]:
+    """CPU time of an epoch's training steps in one thread: the median of rounds in which every model has its turn."""
+    import torch
+
+    from raytraced import data
+    from raytraced.models import build_model
+    from raytraced.training.config import TrainConfig
+    from raytraced.training.objective import Objective
+    from raytraced.training.optim import build_optimizer
+
+    torch.set_num_threads(1)
+    dataset = data.load(arguments.data)
+    config = TrainConfig(data=arguments.data)
+    loader = data.Loader(dataset.train, config.batch_size, mean=dataset.mean, std=dataset.std, seed=arguments.seed)
+    batches = [batch for batch, _ in zip(loader.epoch(0), range(STEPS_A_ROUND), strict=False)]
+    steppers = {}
+    for name in names:
+        model, options = ROWS[name]
+        torch.manual_seed(arguments.seed)
+        built = build_model(model, dataset.image_shape, dataset.num_classes, **options)
+        steppers[name] = (Objective(built, config), build_optimizer(built, config))
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for round_index in range(ROUNDS + 1):
+        for name, (objective, optimizer) in steppers.items():
+            start = time.process_time()
+            for step, batch in enumerate(batches):
+                optimizer.zero_grad()
+                objective(batch.images, batch.labels, batch.rows, step, len(batch.labels)).loss.backward()
+                optimizer.step()
+            if round_index:  # the first round warms up
+                seconds[name].append((time.process_time() - start) / len(batches) * len(loader))
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
 def write_tables(arguments: argparse.Namespace) -> None:
     """results/models-DATA.json and .md of all rows that are over."""
     rows = {name: figures for name in ROWS if (figures := row(name, arguments)) is not None}
+    for name, seconds in cpu_seconds_an_epoch(list(rows), arguments).items():
+        rows[name]["cpu_seconds_an_epoch"] = seconds
     arguments.results.mkdir(exist_ok=True)
     path = arguments.results / f"models-{arguments.data}"
     settings = {"data": arguments.data, "epochs": arguments.epochs, "seed": arguments.seed, "threads": 1}
@@ -115,16 +156,17 @@ def write_tables(arguments: argparse.Namespace) -> None:
         f"# Every model on {arguments.data}: {arguments.epochs} epochs, seed {arguments.seed}, one thread",
         "",
         "One seed, one learning rate for all and few epochs: a first look, not a verdict. Experts, parameters used and",
-        "multiply-adds are means over the validation images, routing included; seconds depend on what else ran.",
+        "multiply-adds are means over the validation images, routing included. CPU s: of the training steps of an epoch,",
+        "measured side by side; the other seconds are those of the runs, whatever else the machine was doing.",
         "Written by `python benchmarks/compare_models.py`.",
         "",
-        "| model | validation accuracy | experts run | multiply-adds | of them routing | parameters | used | s an epoch |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | validation accuracy | experts run | multiply-adds | of them routing | parameters | used | CPU s an epoch | s an epoch |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {name} | {100 * r['validation_accuracy']:.2f} % | {r['experts']:.2f} | {r['multiply_adds']:,.0f} "
         f"| {r['routing_multiply_adds']:,.0f} | {r['parameters']:,} | {r['used_parameters']:,.0f} "
-        f"| {r['seconds_an_epoch']:.1f} |"
+        f"| {r['cpu_seconds_an_epoch']:.1f} | {r['seconds_an_epoch']:.1f} |"
         for name, r in rows.items()
     ]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
