@@ -160,7 +160,7 @@ def write_tables(arguments: argparse.Namespace) -> None:
         "measured side by side; the other seconds are those of the runs, whatever else the machine was doing.",
         "Written by `python benchmarks/compare_models.py`.",
         "",
-        "| model | validation accuracy | experts run | multiply-adds | of them routing | parameters | used | CPU s an epoch | s an epoch |",
+        "| model | validation accuracy | experts | multiply-adds | of them routing | parameters | used | CPU s | s an epoch |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [

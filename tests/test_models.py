@@ -100,6 +100,15 @@ def test_evaluation_is_deterministic_and_each_answer_its_own(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_masks_count_exactly_in_half_precision(name):
+    model = small(name).half()
+    for mode in (True, False):
+        with torch.no_grad():
+            active = model.train(mode)(torch.randn(2, 1, 4, 4, dtype=torch.float16)).active
+        assert active.dtype == torch.float32  # float16 counts to 2,048, bfloat16 to 256
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_a_training_step_is_a_function_of_the_seed(name):
     images, labels = torch.randn(20, 1, 4, 4), torch.arange(20) % 3
     gradients = []

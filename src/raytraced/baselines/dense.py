@@ -40,7 +40,10 @@ class DenseBlocks(nn.Module):
     ) -> LayerOutput:
         hidden_BD = flat_rows(hidden, self.dim)
         hidden_BD = run_stream(self.stream, self.num_blocks, hidden_BD, self.run_block)
-        return LayerOutput(hidden_BD.view(hidden.shape), hidden.new_ones(*hidden.shape[:-1], self.num_blocks, 1))
+        # At least float32, as masks everywhere: sums of ones over a batch must be exact.
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        active = hidden.new_ones(*hidden.shape[:-1], self.num_blocks, 1, dtype=dtype)
+        return LayerOutput(hidden_BD.view(hidden.shape), active)
 
     def run_block(self, block: int, hidden_BD: Tensor) -> Tensor:
         """One block on all rows."""

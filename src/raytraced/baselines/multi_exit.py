@@ -66,14 +66,14 @@ class MultiExitClassifier(nn.Module):
             hidden_BD = self.step(layer, hidden_BD)
             answers.append(self.answer(layer + 1, hidden_BD))
         self.answers = torch.stack(answers, 1)
-        active_BL1 = hidden_BD.new_zeros(len(hidden_BD), self.layer.num_blocks, 1)
+        active_BL1 = self.no_layer(hidden_BD)
         active_BL1[:, :num_layers] = 1
         return Output(answers[-1], torch.relu(hidden_BD), active_BL1)
 
     def run_until_sure(self, hidden_BD: Tensor, num_layers: int) -> Output:
         """Each row as far as it takes: rows that are sure leave, the others go on."""
         logits_BY = self.answer(0, hidden_BD)
-        active_BL1 = hidden_BD.new_zeros(len(hidden_BD), self.layer.num_blocks, 1)
+        active_BL1 = self.no_layer(hidden_BD)
         rows_n = torch.arange(len(hidden_BD), device=hidden_BD.device)
         for layer in range(num_layers):
             rows_n = rows_n[logits_BY[rows_n].softmax(-1).amax(-1) < self.confidence]
@@ -94,6 +94,11 @@ class MultiExitClassifier(nn.Module):
         """The logits of one exit (B, Y)."""
         logits_BY: Tensor = self.heads[exit_index](torch.relu(hidden_BD))
         return logits_BY
+
+    def no_layer(self, hidden_BD: Tensor) -> Tensor:
+        """A mask of no layer (B, L, 1); at least float32, as masks everywhere."""
+        dtype = torch.promote_types(hidden_BD.dtype, torch.float32)
+        return hidden_BD.new_zeros(len(hidden_BD), self.layer.num_blocks, 1, dtype=dtype)
 
     def label_loss(self, out: Output, labels_B: Tensor) -> Tensor:
         """What training adds to the loss of the last answer: that of all earlier ones (the mean over samples)."""
