@@ -44,15 +44,15 @@ def make_record(data="mnist", label="mre", seed=0, group="main", **figures):
             "class_load": [[[0.5] * 8] * 4] * 3,
             "gallery": {"1": [0, 1], "2": [2]},
         }  # fmt: skip
-    return Record(
-        key=f"{group}-{data}-{label}-s{seed}",
-        digest="0",
-        group=group,
-        data=data,
-        label=label,
-        seed=seed,
-        **own | figures,
-    )
+    names = {
+        "key": f"{group}-{data}-{label}-s{seed}",
+        "digest": "0",
+        "group": group,
+        "data": data,
+        "label": label,
+        "seed": seed,
+    }
+    return Record(**names | own | figures)
 
 
 @pytest.fixture

@@ -105,19 +105,16 @@ def draw_counts(axes: Axes, records: list[Record]) -> None:
 
 def epochs_figure(results: Results, data_names: list[str], quick: bool) -> Figure | None:
     """Figure 3: test accuracy of a run against the epochs it took to settle, at an equal rate and at each model's best."""
-    groups = [
-        ("equal-lr", f"learning rate {EQUAL_LR:g} for all, constant"),
-        ("main", "each model's best learning rate"),
-    ]
+    groups = [("equal-lr", f"rate {EQUAL_LR:g} for all"), ("main", "each at its best rate")]
     shown = [
         data for data in data_names if any(results.of(data, label, group) for group, _ in groups for label in NAMES)
     ]
     if not shown:
         return None
-    title = "Test accuracy of a run, and the epochs until its validation accuracy was within 0.5 of its best"
+    title = "Test accuracy of runs, and the epochs until they were within 0.5 points of their best"
     with card(max(5.0, 3.3 * len(shown)), 5.4, title, quick) as figure:
         panels = figure.subplots(2, len(shown), squeeze=False)
-        for row, (group, title) in enumerate(groups):
+        for row, (group, rates) in enumerate(groups):
             for column, data in enumerate(shown):
                 axes = panels[row, column]
                 for label, name in NAMES.items():
@@ -128,7 +125,7 @@ def epochs_figure(results: Results, data_names: list[str], quick: bool) -> Figur
                     ]
                     if points:
                         scatter(axes, points, look_of(label), name)
-                axes.set_title(f"{DATA_NAMES.get(data, data)}, {title}", fontsize=8.5)
+                axes.set_title(f"{DATA_NAMES.get(data, data)}, {rates}", fontsize=8.5)
                 axes.grid(color=GRID, linewidth=0.6)
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True))
                 axes.set_xlabel("epochs" if row else "", fontsize=8)
@@ -218,7 +215,7 @@ def class_figure(record: Record, class_names: tuple[str, ...], quick: bool) -> F
             if number >= len(load):
                 axes.set_axis_off()
                 continue
-            picture = axes.imshow(load[number], cmap="cividis", vmin=0, vmax=1, aspect="equal")
+            picture = axes.imshow(load[number], cmap="Blues", vmin=0, vmax=1, aspect="equal")
             experts, accuracy = (record.test[name][number] for name in ("experts_per_class", "accuracy_per_class"))
             axes.set_title(
                 f"{class_names[number]}\n{experts:.1f} experts, {100 * accuracy:.1f} %", fontsize=8, loc="center"
@@ -230,7 +227,7 @@ def class_figure(record: Record, class_names: tuple[str, ...], quick: bool) -> F
                 fontsize=7,
             )
             axes.tick_params(length=0)
-            axes.spines[:].set_visible(False)
+            axes.spines[:].set(visible=True, color=GRID)
         panels[0, 0].set_ylabel("layer", fontsize=7, color=FAINT)
         bar = figure.colorbar(picture, ax=panels, shrink=0.6, aspect=18, pad=0.02)
         bar.set_label("share of images", fontsize=8)

@@ -4,7 +4,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from raytraced.reproduce.canvas import BLUE, GREY, GRID, card, look_of
+from raytraced.reproduce.canvas import BLUE, FAINT, GREY, GRID, card, look_of
 from raytraced.reproduce.figures import add_legend
 from raytraced.reproduce.paper import DATA_NAMES
 from raytraced.reproduce.points import Point, budget_points, model_points
@@ -17,7 +17,7 @@ def frontier_figure(results: Results, data_names: list[str], quick: bool) -> Fig
     shown = [data for data in data_names if len(results.labels(data)) > 1]
     if not shown:
         return None
-    title = "Accuracy against cost, mean and deviation over seeds; models far below the others are left to the tables"
+    title = "Accuracy against cost, mean and deviation over the seeds"
     with card(max(5.6, 3.5 * len(shown)), 4.8, title, quick) as figure:
         panels = figure.subplots(1, len(shown), squeeze=False)
         for axes, data in zip(panels[0], shown, strict=True):
@@ -32,6 +32,18 @@ def draw_frontier(axes: Axes, results: Results, data: str) -> None:
     """All points of one data set."""
     points = model_points(results, data, results.labels(data))
     common = min(point.fixed_macs for point in points)
+    # a rival that failed would squeeze everything else: it is named, not drawn
+    values = sorted(100 * point.test.mean for point in points)
+    middle, best = values[len(values) // 2], values[-1]
+    lowest = best - max(2.5, 2.2 * (best - middle))
+    axes.set_ylim(lowest, best + max(0.4, 0.15 * (best - middle) + 0.3))
+    below = [point for point in points if 100 * point.test.mean < lowest]
+    points = [point for point in points if point not in below]
+    if below:
+        names = "\n".join(f"{point.label} {100 * point.test.mean:.1f}" for point in below)
+        axes.text(
+            0.98, 0.02, f"below:\n{names}", transform=axes.transAxes, ha="right", va="bottom", fontsize=7, color=FAINT
+        )
     ours = sorted((point for point in points if is_ours(point.label)), key=lambda point: point.macs)
     dense = sorted((point for point in points if point.label in DENSE_CONTROLS), key=lambda point: point.macs)
     others = [point for point in points if point not in ours and point not in dense]
@@ -61,10 +73,6 @@ def draw_frontier(axes: Axes, results: Results, data: str) -> None:
     budgets = budget_points("mre", results.of(data, "mre"))[1:]
     if len(budgets) > 1:
         line(axes, budgets, common, BLUE, "--", ".", "MRE, budgets 1, 2 …", bars=False)
-    # no expert at all, or a rival that failed, would squeeze everything else
-    values = sorted(100 * point.test.mean for point in points)
-    middle, best = values[len(values) // 2], values[-1]
-    axes.set_ylim(best - max(2.5, 2.2 * (best - middle)), best + max(0.4, 0.15 * (best - middle) + 0.3))
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

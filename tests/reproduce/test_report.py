@@ -1,0 +1,99 @@
+"""What is written: the summary's shape, the tables, and a page that needs no other file."""
+
+import json
+import re
+
+import pytest
+
+from raytraced.reproduce.drawing import save_figures
+from raytraced.reproduce.plan import FULL, QUICK
+from raytraced.reproduce.records import Results
+from raytraced.reproduce.report import write_report
+from raytraced.reproduce.tables import all_tables
+from raytraced.reproduce.variants import PAPER_VARIANTS
+
+FIELDS = ["accuracy_mean", "accuracy_std", "seeds", "experts_mean", "macs_mean", "parameters", "epochs", "seconds"]
+
+
+@pytest.fixture
+def results(record):
+    labels = [variant.label for variant in PAPER_VARIANTS] + ["dense-1", "dense-4", "mre-cost-0.01"]
+    main = [
+        record(data, label, seed, accuracy=0.9 + 0.01 * seed, curve=[0.8, 0.9], experts=3.0 + len(data))
+        for data in ("mnist", "digits")
+        for label in labels
+        for seed in range(2)
+    ]
+    equal = [record("mnist", label, 0, group="equal-lr", curve=[0.7, 0.8]) for label in labels[:6]]
+    search = [
+        record("mnist", f"top-k-lr-{lr:g}", 100, group="search", lr=lr, validation=10 * lr) for lr in (1e-3, 5e-3)
+    ]
+    return Results([*main, *equal, *search])
+
+
+def test_the_summary_has_the_shape_that_was_asked_for(results, tmp_path):
+    write_report(results, FULL, tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert list(summary) == ["digits", "mnist", "claims", "bars"]
+    assert list(summary["mnist"]["mre"]) == FIELDS
+    one = summary["mnist"]["mre"]
+    assert one["accuracy_mean"] == pytest.approx(0.905)
+    assert one["accuracy_std"] == pytest.approx(0.00707107)
+    assert (one["seeds"], one["parameters"], one["epochs"], one["seconds"]) == (2, 40_202, 2, 4.0)
+    assert one["experts_mean"] == pytest.approx(8)
+    assert one["macs_mean"] == pytest.approx(12_704 + 300 + 768 * 8)
+    for claim in summary["claims"].values():
+        assert {"claim", "verdict", "number"} <= set(claim)
+    assert list(summary["bars"]) == ["1", "2", "3", "4"]
+    assert all({"bar", "reached", "by_data"} <= set(bar) for bar in summary["bars"].values())
+
+
+def test_table_1_shows_our_numbers_beside_the_papers(results):
+    text = all_tables(results)["table1"].markdown()
+    assert "| Top-2 MoE | 90.5 (0.7) | 9.0 | 90.5 (0.7) | 95.3 (0.3) | 8.0 |" in text
+
+
+def test_table_2_counts_parameters_as_the_paper_does(results):
+    rows = {row[0]: row for row in all_tables(results)["table2"].rows}
+    # 8 of 32 experts run: 40,202 less 24 experts of 816
+    assert rows["MNIST, MRE, our recipe"] == [
+        "MNIST, MRE, our recipe",
+        "40,202",
+        "20,618",
+        "8.00",
+        "40,202",
+        "20,275",
+        "7.5",
+    ]
+
+
+def test_the_page_needs_no_other_file_and_reads_in_the_dark(results, tmp_path):
+    save_figures(
+        ["fig2", "fig3", "fig6", "frontier"], results, ["mnist", "digits"], tmp_path / "figures", None, quick=False
+    )
+    write_report(results, FULL, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    sources = re.findall(r'(?:src|href)="([^"]{0,22})', page)
+    assert len(sources) == 5
+    assert all(source.startswith("data:image/png;base64") for source in sources)
+    assert "http" not in page
+    assert "prefers-color-scheme: dark" in page
+    assert "quick" not in page.lower()
+
+
+def test_quick_is_written_on_every_output(results, tmp_path):
+    write_report(results, QUICK, tmp_path)
+    for name in ("summary.json", "about.json", "tables.md", "report.html"):
+        assert "quick" in (tmp_path / name).read_text().lower(), name
+
+
+def test_examples_are_drawn_from_the_data(results, tmp_path):
+    written = save_figures(["fig5", "fig7"], results, ["digits"], tmp_path, None, quick=True)
+    assert [path.name for path in written] == ["fig5-digits.png", "fig7-digits.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_what_was_not_run_is_not_drawn(tmp_path):
+    parts = ["fig2", "fig3", "fig5", "fig6", "fig7", "frontier", "union"]
+    assert save_figures(parts, Results([]), ["mnist"], tmp_path, None, quick=False) == []
+    assert all_tables(Results([])) == {}

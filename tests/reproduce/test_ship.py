@@ -1,0 +1,54 @@
+"""Models for the package: the right seed, a card, a limit."""
+
+import pytest
+
+from raytraced.models import build_model
+from raytraced.reproduce import ship as shipping
+from raytraced.reproduce.records import Results
+from raytraced.reproduce.ship import ship_all
+from raytraced.saving import ModelCard, load_with_card, save_model
+
+
+def write_model(folder, record, seed):
+    card = ModelCard("mre", (1, 28, 28), 10, {}, record.data, tuple("0123456789"), (0.5,), (0.5,), {"seed": seed})
+    run = folder / f"{record.key}-{record.digest}"
+    run.mkdir(parents=True)
+    save_model(run / "model.safetensors", build_model("mre", (1, 28, 28), 10).state_dict(), card)
+
+
+def test_the_seed_that_did_best_on_validation_is_shipped_with_its_card(tmp_path, record):
+    records = [
+        record("fashion-mnist", "mre", seed, validation=validation, accuracy=accuracy)
+        for seed, (validation, accuracy) in enumerate([(0.88, 0.99), (0.89, 0.871), (0.87, 0.98)])
+    ]
+    for one in records:
+        write_model(tmp_path / "runs", one, one.seed)
+    (path,) = ship_all(Results(records), tmp_path / "runs", tmp_path / "package")
+    assert path.name == "mre-fashion-mnist.safetensors"
+    assert load_with_card(path)[1].training == {"seed": 1}
+    card = (tmp_path / "package" / "mre-fashion-mnist.md").read_text()
+    for told in (
+        "fashion-mnist",
+        "87.10 %",
+        "40,202 parameters",
+        "3.00 of 32",
+        'raytraced.load("mre-fashion-mnist")',
+        "seed 1",
+        "lr: 0.005",
+        "raytraced reproduce --only ship",
+    ):
+        assert told in card
+    assert str(tmp_path) not in card
+
+
+def test_a_model_that_is_too_large_is_not_shipped(tmp_path, record, monkeypatch):
+    one = record("mnist", "mre")
+    write_model(tmp_path / "runs", one, 0)
+    monkeypatch.setattr(shipping, "MOST_BYTES", 1000)
+    with pytest.raises(ValueError, match="a shipped model must stay under 1,000"):
+        ship_all(Results([one]), tmp_path / "runs", tmp_path / "package")
+
+
+def test_a_run_whose_weights_are_gone_says_how_to_get_them(tmp_path, record):
+    with pytest.raises(ValueError, match="raytraced reproduce --only ship"):
+        ship_all(Results([record("mnist", "mre")]), tmp_path / "runs", tmp_path / "package")
