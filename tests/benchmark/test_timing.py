@@ -35,12 +35,14 @@ def names(calls):
 def test_contenders_take_turns():
     clock = Clock()
     interleave({"A": clock.contender("A", 1), "B": clock.contender("B", 2)}, FAST, clock=clock)
-    assert names(clock.calls) == "AABB" + "AB" * 4  # two calls of each that do not count, then in turns
+    assert (
+        names(clock.calls) == "AABB" + "AABB" * 4
+    )  # two calls of each that do not count, then in turns, each after one that does not
 
 
 def test_samples_are_seconds_a_call_and_warm_up_does_not_count():
     clock = Clock()
-    durations = iter([50.0, 50.0, 1.0, 2.0, 4.0, 8.0])
+    durations = iter([50.0, 50.0, 60.0, 1.0, 60.0, 2.0, 60.0, 4.0, 60.0, 8.0])
 
     def run():
         clock.now += next(durations)
@@ -54,7 +56,7 @@ def test_a_short_call_is_repeated_until_a_sample_is_long_enough():
     clock = Clock()
     settings = FAST._replace(sample_seconds=1.0, rounds=3)
     timings = interleave({"A": clock.contender("A", 0.25)}, settings, clock=clock)
-    assert len(clock.calls) == 2 + 3 * 4
+    assert len(clock.calls) == 2 + 3 * (1 + 4)
     assert timings.samples["A"] == [0.25] * 3
 
 
@@ -68,7 +70,7 @@ def test_single_calls_are_not_repeated():
 
 def test_it_stops_when_time_is_up_but_not_before_the_least_rounds():
     clock = Clock()
-    settings = FAST._replace(rounds=100, seconds=5.0, least_rounds=2)
+    settings = FAST._replace(rounds=100, seconds=10.0, least_rounds=2)
     assert len(interleave({"A": clock.contender("A", 2)}, settings, clock=clock).samples["A"]) == 3
     assert len(interleave({"A": clock.contender("A", 50)}, settings, clock=clock).samples["A"]) == 2
 
@@ -79,13 +81,6 @@ def test_each_contender_runs_with_its_threads_and_the_callers_come_back():
     assert {threads for name, threads in clock.calls if name == "A"} == {1}
     assert {threads for name, threads in clock.calls if name == "B"} == {2}
     assert torch.get_num_threads() == 1
-
-
-def test_a_call_after_a_change_of_threads_does_not_count():
-    clock = Clock()
-    timings = interleave({"A": clock.contender("A", 1), "B": clock.contender("B", 1, threads=2)}, FAST, clock=clock)
-    assert len(timings.samples["A"]) == FAST.rounds
-    assert names(clock.calls).endswith("AABB" * FAST.rounds)
 
 
 def test_an_interrupt_restores_threads_and_garbage_collection():

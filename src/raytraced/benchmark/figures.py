@@ -101,7 +101,13 @@ def draw_times(axes: Axes, times: dict[str, dict[str, Any]]) -> None:
             edgecolor="white",
         )
         axes.errorbar(median, place, xerr=[[median - low], [high - median]], color="black", capsize=3, linewidth=1)
-        axes.annotate(f"{median:.3g}", (high, place), (5, 0), textcoords="offset points", va="center")
+        axes.annotate(
+            f"{median:,.0f}" if median >= 100 else f"{median:.3g}",
+            (high, place),
+            (5, 0),
+            textcoords="offset points",
+            va="center",
+        )
     axes.set_yticks(range(len(times)), list(times))
     axes.invert_yaxis()
     axes.margins(x=0.15)

@@ -40,7 +40,7 @@ class Display:
             self.say("stopped; what is finished is saved, the same command goes on")
 
     def say(self, text: str) -> None:
-        self.bars.console.print(text, highlight=False, markup=False)
+        self.bars.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def start(self, letter: str, title: str) -> None:
         self.bars.update(self.task, description=f"{letter}  {title}", refresh=True)

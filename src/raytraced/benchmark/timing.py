@@ -22,7 +22,7 @@ class Settings(NamedTuple):
 
 
 FULL = Settings(rounds=40, sample_seconds=0.05, seconds=90, least_rounds=7, latencies=3000, train_steps=422)
-QUICK = Settings(rounds=7, sample_seconds=0.005, seconds=4, least_rounds=3, latencies=300, train_steps=422)
+QUICK = Settings(rounds=7, sample_seconds=0.005, seconds=4, least_rounds=2, latencies=300, train_steps=422)
 
 
 class Contender(NamedTuple):
@@ -111,7 +111,10 @@ def interleave(
             if not single_calls:
                 gc.collect()
             for name, contender in contenders.items():
-                _set_threads(contender)
+                torch.set_num_threads(contender.threads)
+                if not single_calls:
+                    # not counted: each finds caches, memory and threads as it left them, not as the one before did
+                    contender.run()
                 begin = clock()
                 for _ in range(calls[name]):
                     contender.run()
@@ -125,16 +128,10 @@ def interleave(
 
 
 def _warm_up(contender: Contender, settings: Settings, single_calls: bool, clock: Callable[[], float]) -> int:
-    """How many calls make a sample, after two that do not count."""
-    _set_threads(contender)
+    """How many calls make a sample; the first call loads code and pages, the second is looked at."""
+    torch.set_num_threads(contender.threads)
     contender.run()
     begin = clock()
     contender.run()
     took = clock() - begin
     return 1 if single_calls else min(1000, max(1, round(settings.sample_seconds / max(took, 1e-9))))
-
-
-def _set_threads(contender: Contender) -> None:
-    if torch.get_num_threads() != contender.threads:
-        torch.set_num_threads(contender.threads)
-        contender.run()  # a pool that was just resized has threads to wake: that does not count
