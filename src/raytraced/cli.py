@@ -36,6 +36,7 @@ COMMANDS = {
     "compare": Command("raytraced.training.commands:compare", "curves and a table of several runs"),
     "models": Command("raytraced.baselines.commands:models", "every model: reference, parameters, multiply-adds"),
     "reproduce": Command("raytraced.reproduce.commands:reproduce", "the paper's tables, figures and claims, and more"),
+    "benchmark": Command("raytraced.benchmark.commands:benchmark", "speed and memory as ratios, side by side"),
     "data list": Command("raytraced.data.commands:list_data", "data sets: cached or not, size, source"),
     "data get": Command("raytraced.data.commands:get", "download and verify data sets"),
     "data show": Command("raytraced.data.commands:show", "a contact sheet with labels, and class counts"),
