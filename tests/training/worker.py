@@ -57,7 +57,7 @@ def gradients(world, strategy: str) -> dict[str, list[float]]:
     model = custom_model()
     compute = distribute(Objective(model, TrainConfig(), world.size), world, strategy)
     compute(images[first:last], labels[first:last], torch.arange(first, last), 5, 3).loss.backward()
-    gradient_norm(model.parameters(), None)
+    gradient_norm(list(model.parameters()), None)
     return {name: whole(parameter.grad).flatten().tolist() for name, parameter in model.named_parameters()}
 
 

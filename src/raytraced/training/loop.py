@@ -67,6 +67,7 @@ def _train(
     objective = Objective(model, config, world.size)
     compute_loss = distribute(objective, world, config.strategy)
     optimizer = optim.build_optimizer(model, config)
+    parameters = list(model.parameters())
     card = make_card(config, dataset)
 
     # A new run folder, or the state that an old one was left in.
@@ -100,7 +101,7 @@ def _train(
                 result = compute_loss(images, labels, rows, step_seed(config.seed, state.step), num_global)
             optimizer.zero_grad()
             result.loss.backward()
-            norm = optim.gradient_norm(model.parameters(), config.clip)
+            norm = optim.gradient_norm(parameters, config.clip)
             if not bool(torch.isfinite(norm)):  # before the weights move: the last checkpoint stays a good one
                 raise ValueError(describe_divergence(run, state, images, model, result))
             optimizer.step()

@@ -1,7 +1,7 @@
 """Parameter groups, optimizer and learning rate; the optimizer's state as named tensors."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -94,9 +94,8 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
         optimizer.state[parameters[name]][entry] = value
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], largest: float | None) -> Tensor:
+def gradient_norm(params: Sequence[nn.Parameter], largest: float | None) -> Tensor:
     """The norm of all gradients together; scales them down to the largest allowed norm if there is one."""
-    params = list(parameters)
     for parameter in params:
         if parameter.grad is None:  # an expert that no sample chose: the same as zero, with one process or many
             parameter.grad = torch.zeros_like(parameter)
