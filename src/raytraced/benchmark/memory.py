@@ -5,6 +5,7 @@ top of what was there before (weights, batch, the optimizer's state). The reside
 kernels' own buffers and the allocator's slack.
 """
 
+import ctypes
 import json
 import os
 from pathlib import Path
@@ -33,11 +34,12 @@ def tensor_peak(step: TrainingStep) -> int:
 def resident_peak(step: TrainingStep) -> int | None:
     """By how much a step raises the resident set at most; None where the system does not tell."""
     try:
+        ctypes.CDLL(None).malloc_trim(0)  # what earlier work left free would hold the step unseen
         CLEAR.write_text("5")  # forget the highest value so far
         before = status_bytes("VmRSS")
         step()
         return status_bytes("VmHWM") - before
-    except OSError:
+    except (OSError, AttributeError, TypeError):
         return None
 
 
