@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from raytraced.draws import new_seed
 from raytraced.layer import RaytracedExperts
-from raytraced.sequence import Select, Sequence
+from raytraced.sequence import Select, Sequence, check_options, check_rows
 
 
 class Output(NamedTuple):
@@ -72,9 +73,34 @@ class RaytracedClassifier(RoutedClassifier):
         rows: Tensor | None = None,
     ) -> Output:
         """Classify normalised images (B, C, H, W), with at most `max_experts` experts a sample."""
+        out = self._in_one_call(images, select, max_experts, generator, rows)
+        if out is not None:
+            return out
         return self.classify(
             self.input_block(images), select=select, max_experts=max_experts, generator=generator, rows=rows
         )
+
+    def _in_one_call(
+        self,
+        images: Tensor,
+        select: Select | None,
+        max_experts: int | None,
+        generator: torch.Generator | None,
+        rows: Tensor | None,
+    ) -> Output | None:
+        """The whole model as one call of the compiled kernels, where only an answer for few images is wanted; else None."""
+        from raytraced.kernels import fused_classifier  # here, not above: it builds on the layer
+
+        parts = fused_classifier.parts_of(self, images) if type(self) is RaytracedClassifier else None
+        if parts is None:
+            return None
+        layer = parts.layer
+        select = select or (layer.train_select if layer.training else "greedy")
+        check_options(select=select, stop=layer.stop, estimator=layer.estimator, max_experts=max_experts)
+        check_rows(rows, images.shape[0])
+        seed = new_seed(generator, images.device) if select == "sample" else None
+        answer = fused_classifier.run(parts, images, seed, rows, max_experts)
+        return Output(answer.logits, answer.hidden, answer.sequence.active, answer.sequence)
 
     def classify(self, hidden_BD: Tensor, **options: Any) -> Output:
         """The layer and the output layer on what the input block made; options as for the layer."""

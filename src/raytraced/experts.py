@@ -250,6 +250,8 @@ def run_stack(
         assert isinstance(experts, MLPExperts)
         return fused_experts.run(hidden_BD, active_BLN, weights_BLN, stream, experts.weights, experts.biases)
     if way == "dense":
+        if not needs_inactive:
+            weights_BLN = weights_BLN * active_BLN.detach()  # no gradient to who is inactive, as where they do not run
         update = lambda l, h_BD: update_dense(experts, l, h_BD, weights_BLN[:, l])  # noqa: E731
     else:
         plan, apart = Plan.of(active_BLN), experts.unstacked()

@@ -144,8 +144,7 @@ class RaytracedExperts(nn.Module):
         self._check(hidden)
         hidden_BD = hidden.reshape(-1, self.dim)
         sequence = self.sequence(hidden_BD, select=select, max_experts=max_experts, generator=generator, rows=rows)
-        weights_BLN = WEIGHTINGS[self.weighting](sequence.active, sequence.rates.nodes)
-        hidden_BD = self.run_experts(hidden_BD, sequence.active, weights_BLN)
+        hidden_BD = self.run_experts(hidden_BD, sequence.active, self.weigh(sequence))
         sequence = _with_leading_shape(sequence, hidden.shape[:-1])
         return LayerOutput(hidden_BD.view(hidden.shape), sequence.active, sequence)
 
@@ -159,8 +158,25 @@ class RaytracedExperts(nn.Module):
         rows: Tensor | None = None,
     ) -> Sequence:
         """The activation sequence of each vector; no expert runs."""
+        return self.sequence_from(
+            self.entry(hidden_BD), select=select, max_experts=max_experts, generator=generator, rows=rows
+        )
+
+    def entry(self, hidden_BD: Tensor) -> Tensor:
+        """The rates that enter the first layer (B, N), at least in float32."""
         logits_BN = self.gate(hidden_BD)
-        entry_BN = logits_BN.softmax(-1, dtype=torch.promote_types(logits_BN.dtype, torch.float32))
+        return logits_BN.softmax(-1, dtype=torch.promote_types(logits_BN.dtype, torch.float32))
+
+    def sequence_from(
+        self,
+        entry_BN: Tensor,
+        *,
+        select: Select | None = None,
+        max_experts: int | None = None,
+        generator: torch.Generator | None = None,
+        rows: Tensor | None = None,
+    ) -> Sequence:
+        """The activation sequence that these entry rates lead to."""
         return activation_sequence(
             self.routing,
             entry_BN,
@@ -172,6 +188,10 @@ class RaytracedExperts(nn.Module):
             generator=generator,
             rows=rows,
         )
+
+    def weigh(self, sequence: Sequence) -> Tensor:
+        """How much each expert's output counts (B, L, N)."""
+        return WEIGHTINGS[self.weighting](sequence.active, sequence.rates.nodes)
 
     def run_experts(self, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor) -> Tensor:
         """Run the active experts, each weighted; all of them where inactive ones need a gradient for their mask."""

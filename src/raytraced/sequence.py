@@ -170,8 +170,7 @@ def activation_sequence(
     """
     check_options(select=select, stop=stop, estimator=estimator, temperature=temperature, max_experts=max_experts)
     num_steps = routing.num_nodes if max_experts is None else min(max_experts, routing.num_nodes)
-    if rows is not None and rows.shape != entry.shape[:1]:
-        raise ValueError(f"rows has shape {tuple(rows.shape)}: must be ({entry.shape[0]},), one number for each sample")
+    check_rows(rows, entry.shape[0])
     seed = new_seed(generator, entry.device) if select == "sample" else None
     entry = entry.to(torch.promote_types(entry.dtype, torch.float32))
     from raytraced import kernels  # here, not above: the kernels build on this file
@@ -204,3 +203,9 @@ def check_options(
         raise ValueError(f"temperature={temperature}: must be positive and finite; the paper uses 10 to 50")
     if max_experts is not None and max_experts < 0:
         raise ValueError(f"max_experts={max_experts}: must be at least 0, or None for no budget")
+
+
+def check_rows(rows: Tensor | None, num_samples: int) -> None:
+    """Raise a ValueError unless there is one number for each sample."""
+    if rows is not None and rows.shape != (num_samples,):
+        raise ValueError(f"rows has shape {tuple(rows.shape)}: must be ({num_samples},), one number for each sample")

@@ -44,6 +44,8 @@ struct ExpertsKernel {
   void (*join_back)(const ExpertsArgs&, long long chunk, long long layer, long long begin, long long end);
   // The chunks' gradients of one expert's weights, added up in the chunks' order.
   void (*reduce)(const ExpertsArgs&, const void* partial, long long node);
+  // y (n, O) = b + x (n, K) w (O, K), with memory for n * (K + O) numbers and a vector's padding of n.
+  void (*linear)(const void* x, long long n, long long K, const void* w, const void* b, long long O, void* y, void* scratch);
 };
 
 ExpertsKernel experts_kernel_baseline(const ExpertsArgs&);

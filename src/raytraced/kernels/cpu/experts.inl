@@ -196,7 +196,14 @@ template <typename T> struct Experts {
     }
   }
 
-  static ExpertsKernel kernel() { return {scratch_bytes, run, run_back, join, join_back, reduce}; }
+  static void linear(const void* x, i64 n, i64 K, const void* w, const void* b, i64 O, void* y, void* scratch) {
+    T *from = (T*)scratch, *to = from + tiles::round_up(tiles::panel_size<T>(n, K), 16);
+    tiles::rows_to_panels<T>([=](i64 r) { return (const T*)x + r * K; }, n, K, from);
+    tiles::forward((const T*)w, (const T*)b, O, K, from, n, to, false);
+    tiles::panels_to_rows(to, n, O, (T*)y, O);
+  }
+
+  static ExpertsKernel kernel() { return {scratch_bytes, run, run_back, join, join_back, reduce, linear}; }
 };
 
 static ExpertsKernel experts_kernel(const ExpertsArgs& args) {

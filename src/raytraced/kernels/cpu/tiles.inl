@@ -164,8 +164,9 @@ static void forward_by(const T* w, const T* bias, i64 O, i64 K, const T* x, i64 
 }
 
 template <typename T> static inline void forward(const T* w, const T* bias, i64 O, i64 K, const T* x, i64 n, T* y, bool relu) {
-  // Six outputs use the registers best; four waste nothing on the widths of tiny experts.
-  if (O % 6 && O < 64) forward_by<T, 4>(w, bias, O, K, x, n, y, relu);
+  // Six outputs use the registers best; four waste nothing on the widths of tiny experts; few rows need more at a time.
+  if (n <= lanes<T>) forward_by<T, 8>(w, bias, O, K, x, n, y, relu);
+  else if (O % 6 && O < 64) forward_by<T, 4>(w, bias, O, K, x, n, y, relu);
   else forward_by<T, 6>(w, bias, O, K, x, n, y, relu);
 }
 
