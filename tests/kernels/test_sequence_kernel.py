@@ -85,8 +85,8 @@ def test_extreme_weights_overflow_nowhere(scale):
 
 def test_large_weights_agree_with_the_plain_path():
     # Past the limit below which the softmax does without its maximum.
-    for num_experts in (5, 8):
-        assert_agree(make_case(4, num_experts, 32, scale=600.0, dtype=torch.float64))
+    for num_experts in (7, 8):
+        assert_agree(make_case(4, num_experts, 32, scale=200.0, dtype=torch.float64))
 
 
 def test_inputs_need_not_be_contiguous():

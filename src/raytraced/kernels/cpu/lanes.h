@@ -152,10 +152,11 @@ template <typename T_, int W_> struct Lanes {
     for (int i = 1; i <= k; ++i) x *= 0.69314718055994531 / i;
     return T(x);
   }
-  // The same for any x <= 0: exactly 0 where the result would not be a normal number.
+  // The same for any x <= 0, down to the smallest number there is and then to 0, as the plain path's softmax goes:
+  // whether a rate is 0 decides whether its node is a candidate.
   static inline V exp2_of_negative(V x) {
-    const V lowest = splat(T(sizeof(T) == 4 ? -125 : -1020));
-    return x < lowest ? V{} : exp2(max(x, lowest));
+    const V root = exp2(max(x * T(0.5), splat(T(sizeof(T) == 4 ? -120 : -1000))));
+    return root * root;
   }
   static constexpr T log2_e = T(1.4426950408889634), ln_2 = T(0.69314718055994531);
 
