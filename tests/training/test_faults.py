@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,8 +64,6 @@ def test_nan_tells_step_and_tensor_and_keeps_the_last_checkpoint(config, no_pict
 
 
 def config_path(config):
-    from pathlib import Path
-
     return Path(config.output) / config.name
 
 

@@ -5,12 +5,13 @@ import random
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-import yaml
 
 from raytraced.training.checkpoint import list_checkpoints
+from raytraced.training.config import write_config
 from raytraced.training.interrupt import Interrupted
 from raytraced.training.loop import train
 from raytraced.training.progress import Silent
@@ -18,7 +19,7 @@ from raytraced.training.run_folder import RunFolder, create_run_folder
 
 from .runs import assert_same_run, metrics, weights
 
-NUM_STEPS = 3 * 6  # 3 epochs of 86 images in batches of 16
+# a run has 3 epochs of 6 steps: 87 images in batches of 16
 
 
 class SignalAt(Silent):
@@ -142,10 +143,9 @@ def kill_and_resume(config, num_kills: int, seed: int) -> None:
 
 def start(config, run: RunFolder | None = None) -> subprocess.Popen:
     """`raytraced train` or `raytraced resume` as a process of its own."""
-    file = os.path.join(os.path.dirname(config.output), f"{config.name}.yaml")
-    with open(file, "w") as stream:
-        yaml.safe_dump(asdict(config), stream)
-    words = ["resume", str(run.path)] if run else ["train", "-c", file]
+    file = Path(config.output).with_name(f"{config.name}.yaml")
+    file.write_text(write_config(config))
+    words = ["resume", str(run.path)] if run else ["train", "-c", str(file)]
     return subprocess.Popen(
         [sys.executable, "-m", "raytraced.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -154,8 +154,6 @@ def start(config, run: RunFolder | None = None) -> subprocess.Popen:
 def announced_run(process: subprocess.Popen) -> RunFolder:
     line = process.stdout.readline()
     assert ", into " in line, line + process.stdout.read()
-    from pathlib import Path
-
     return RunFolder(Path(line.split(", into ")[1].strip()))
 
 
@@ -179,8 +177,6 @@ def wait_for_steps(process: subprocess.Popen, run: RunFolder, num_steps: int, ex
 
 
 def run_to_end(process: subprocess.Popen) -> RunFolder:
-    from pathlib import Path
-
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     return RunFolder(Path(output.splitlines()[-1]))

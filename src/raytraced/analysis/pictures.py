@@ -57,10 +57,13 @@ def draw_sequences(
 
 def spread(values_B: Tensor, merit_B: Tensor, num: int) -> list[int]:
     """Indices whose values run evenly from the smallest to the largest; among equal values those of the most merit."""
-    order = sorted(range(len(values_B)), key=lambda index: (int(values_B[index]), -int(merit_B[index])))
-    firsts = [at for at in range(len(order)) if at == 0 or values_B[order[at]] != values_B[order[at - 1]]]
-    pool = [order[at] for at in firsts] if len(firsts) >= num else order
-    return [pool[int(at)] for at in torch.linspace(0, len(pool) - 1, min(num, len(pool))).round()]
+    distinct, ordered = values_B.unique(), values_B.sort().values
+    pool = distinct if len(distinct) >= num else ordered
+    chosen: list[int] = []
+    for place in torch.linspace(0, len(pool) - 1, min(num, len(pool))).round().long():
+        equal = [index for index in (values_B == pool[place]).nonzero().flatten().tolist() if index not in chosen]
+        chosen.append(max(equal, key=lambda index: int(merit_B[index])))
+    return chosen
 
 
 def trace(model: RaytracedClassifier, image: Tensor, pixels: Tensor, label: str, class_names: tuple[str, ...]) -> Trace:
