@@ -27,7 +27,7 @@ class MultiExitClassifier(nn.Module):
         num_classes: int,
         *,
         confidence: float = 0.9,
-        stream: Stream = "last",
+        stream: Stream = "residual",
     ) -> None:
         super().__init__()
         require(0 <= confidence <= 1, "confidence", confidence, "must lie in 0 … 1, it is a probability")
