@@ -95,11 +95,14 @@ def test_predict_answers_for_image_files(finished, tmp_path, capsys):
     for number in range(4):
         files.append(str(tmp_path / f"{number}.png"))
         Image.fromarray(arrays["x_test"][number]).save(files[-1])
-    Image.fromarray(arrays["x_test"][0]).resize((24, 40), Image.Resampling.NEAREST).convert("RGB").save(files[3])
+    # a tall colour image whose middle is the first one
+    tall = np.zeros((14, 8), np.uint8)
+    tall[3:11] = arrays["x_test"][0]
+    Image.fromarray(tall).convert("RGB").save(files[3])
     assert main(["predict", str(finished.path), *files, "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     logits = predict_by_hand(finished, arrays["x_test"][:3])
-    for row, own in zip(rows, logits, strict=False):
+    for row, own in zip(rows, logits[[0, 1, 2, 0]], strict=True):
         assert row["answer"] == str(int(own.argmax()))
         assert row["probability"] == pytest.approx(own.softmax(-1).max().item(), abs=1e-5)
     assert [row["image"] for row in rows] == files
