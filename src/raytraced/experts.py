@@ -165,7 +165,8 @@ def update_dense(experts: Experts, layer: int, hidden_BD: Tensor, weights_BN: Te
 
 def update_sparse(experts: Experts, layer: int, hidden_BD: Tensor, weights_BN: Tensor, plan: Plan) -> Tensor:
     """The weighted sum of a layer's experts, each run on its own rows only, added in the experts' order."""
-    update_BD = torch.zeros_like(hidden_BD)
+    # The sum starts from no rows of `hidden`: where nobody is active it still is a function of it, with a gradient of zero.
+    update_BD = torch.zeros_like(hidden_BD).index_add(0, plan.rows[:0], hidden_BD[:0])
     for expert, rows_n in plan.layer(layer):
         result_nD = experts.run_expert(layer, expert, hidden_BD[rows_n])
         weight_n1 = weights_BN[rows_n, expert, None]
