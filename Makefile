@@ -24,6 +24,10 @@ test-data: .venv/ready
 bench: .venv/bench-ready
 	$(BIN)/raytraced benchmark
 
+# e.g. make reproduce ARGS="--quick"; see docs/reproduce.md
+reproduce: .venv/ready
+	$(BIN)/raytraced reproduce $(ARGS)
+
 .venv/ready: pyproject.toml constraints.txt $(wildcard setup.py)
 	test -x $(PY) || python3 -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'

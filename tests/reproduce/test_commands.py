@@ -34,7 +34,9 @@ def test_without_records_there_is_nothing_to_redraw(tmp_path, capsys):
 def test_the_plan_can_be_told_without_training(tmp_path, capsys):
     assert reproduce(dry_run=True, only="fig5", data="mnist", output=str(tmp_path)) == 0
     told = capsys.readouterr().out
-    assert "fig5            5 runs" in told  # the search comes first
+    assert "search          5 runs" in told
+    assert "fig5            1 runs" in told
+    assert "together        6 runs" in told
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,10 +1,11 @@
 """What all figures share: a white card that reads on dark pages too, and one look for each model everywhere."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 INK, FAINT, GRID = "#222222", "#6B7280", "#D9DCE1"
@@ -81,3 +82,13 @@ def card(width: float, height: float, title: str, quick: bool) -> Iterator[Figur
         else:
             figure.suptitle(title, fontsize=10)
         yield figure
+
+
+def set_range(axes: Axes, values: Mapping[str, float], span: float) -> str:
+    """End the vertical axis `span` points below the best: one failure would squeeze all else. Names what is below."""
+    best = max(values.values())
+    lowest = min(value for value in values.values() if value >= best - span)
+    room = 0.06 * max(best - lowest, 1.0)
+    axes.set_ylim(lowest - room, best + room)
+    below = [f"{name} {value:.1f}" for name, value in values.items() if value < lowest]
+    return "\n".join(["", "below:", *below]) if below else ""

@@ -2,11 +2,12 @@
 
 import difflib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from raytraced.data.catalog import NAMES, PUBLIC_SETS
-from raytraced.reproduce.parts import PARTS, SETS, Wanted, choose_parts, collect_runs
-from raytraced.reproduce.plan import FULL, QUICK, Planner, Scale
+from raytraced.reproduce.parts import PARTS, Wanted, choose_parts, collect_runs
+from raytraced.reproduce.plan import EQUAL_LR, FULL, QUICK, Planner, Scale
 from raytraced.reproduce.records import Results, collect
 from raytraced.reproduce.runner import Stopped, run_all
 from raytraced.reproduce.search import add_found, read_rates, write_rates
@@ -104,16 +105,17 @@ def fetch(data_names: list[str], data_root: str | None) -> None:
         obtain(PUBLIC_SETS[name], cache_root(data_root))
 
 
-def known_results(parts: list[str], scale: Scale, wanted: Wanted, folder: Path) -> Results:
+def known_results(scale: Scale, folder: Path) -> Results:
     """Everything that was ever run at this scale, not only what this command asked for."""
     planner = Planner(scale, read_rates(folder / "lr.json"))
-    runs = collect_runs(PARTS, planner, None) + collect_runs(parts, planner, wanted)
+    everywhere = tuple(scale.epochs)
+    runs = collect_runs(PARTS, planner, None) + collect_runs(PARTS, planner, everywhere)
     return collect(folder / "raw", {run.key: run for run in runs}.values())
 
 
 def write_results(parts: list[str], scale: Scale, wanted: Wanted, folder: Path, data_root: str | None) -> None:
     """Draw the parts that were asked for, and write summary, tables and report from all there is."""
-    results = known_results(parts, scale, wanted, folder)
+    results = known_results(scale, folder)
     if not results.whole:
         raise ValueError(f"{folder / 'raw'}: holds no record of a run; leave --redraw out to train")
     from raytraced.reproduce.drawing import save_figures
@@ -129,15 +131,16 @@ def write_results(parts: list[str], scale: Scale, wanted: Wanted, folder: Path, 
 
 def tell_plan(parts: list[str], scale: Scale, wanted: Wanted, folder: Path, workers: int) -> int:
     """Print the runs of each part, and a guess at the time."""
-    planner = Planner(scale, read_rates(folder / "lr.json"))
-    for part in parts:
-        runs = PARTS[part].runs(planner, wanted)
+    # any rate will do to count the runs that wait for a search
+    whole = Planner(replace(scale, fixed_lr=scale.fixed_lr or EQUAL_LR), {})
+    planned = Planner(scale, read_rates(folder / "lr.json"))
+    rows = {part: (PARTS[part].runs(whole, wanted), PARTS[part].title) for part in parts}
+    told = {run.key for runs, _ in rows.values() for run in runs}
+    first = [run for run in collect_runs(parts, planned, wanted) if run.group == "search" and run.key not in told]
+    if first:
+        rows = {"search": (first, "Learning rates that must be searched for first")} | rows
+    rows["together"] = list({run.key: run for runs, _ in rows.values() for run in runs}.values()), "each run once"
+    for name, (runs, title) in rows.items():
         hours = sum(run.expected_seconds for run in runs) / workers / 3600
-        print(f"{part:<12} {len(runs):>4} runs  {hours:>5.1f} h  {PARTS[part].title}")
-    runs = collect_runs(parts, planner, wanted)
-    hours = sum(run.expected_seconds for run in runs) / workers / 3600
-    searches = " (learning-rate searches first; the runs that follow from them are not counted)"
-    waiting = any(run.group == "search" for run in runs) and "lr" not in parts
-    print(f"{'together':<12} {len(runs):>4} runs  {hours:>5.1f} h, each run once{searches if waiting else ''}")
-    print(f"sets: {', '.join(SETS)}")
+        print(f"{name:<12} {len(runs):>4} runs  {hours:>5.1f} h  {title}")
     return 0

@@ -10,7 +10,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from raytraced.reproduce.canvas import BLUE, FAINT, GRID, INK, Look, card, look_of
+from raytraced.reproduce.canvas import BLUE, FAINT, GRID, INK, Look, card, look_of, set_range
 from raytraced.reproduce.claims import mean_curve
 from raytraced.reproduce.epochs import settled
 from raytraced.reproduce.paper import DATA_NAMES, NAMES
@@ -18,6 +18,7 @@ from raytraced.reproduce.plan import EQUAL_LR
 from raytraced.reproduce.records import Record, Results, spread
 
 NUM_LENGTHS = 6  # curves in a panel
+SPAN = 12.0  # points of accuracy that a panel shows at most
 LEAST_SHARE = 0.01  # of the images, for a length to have a curve of its own
 
 
@@ -117,22 +118,26 @@ def epochs_figure(results: Results, data_names: list[str], quick: bool) -> Figur
         for row, (group, rates) in enumerate(groups):
             for column, data in enumerate(shown):
                 axes = panels[row, column]
-                for label, name in NAMES.items():
-                    points = [
-                        (settled(one).epochs, 100 * one.accuracy)
-                        for one in results.of(data, label, group)
-                        if one.history
-                    ]
-                    if points:
-                        scatter(axes, points, look_of(label), name)
+                below = draw_settled(axes, results, data, group)
                 axes.set_title(f"{DATA_NAMES.get(data, data)}, {rates}", fontsize=8.5)
-                axes.grid(color=GRID, linewidth=0.6)
-                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-                axes.set_xlabel("epochs" if row else "", fontsize=8)
-                axes.set_xlim(0, 1 + max((one.epochs for one in results.of(data, "mre")), default=40))
+                axes.set_xlabel(f"epochs{below}", fontsize=8)
             panels[row, 0].set_ylabel("test accuracy (%)")
         add_legend(figure, panels)
     return figure
+
+
+def draw_settled(axes: Axes, results: Results, data: str, group: str) -> str:
+    """A marker a run; returns what lies below the panel."""
+    best = {}
+    for label, name in NAMES.items():
+        points = [(settled(one).epochs, 100 * one.accuracy) for one in results.of(data, label, group) if one.history]
+        if points:
+            scatter(axes, points, look_of(label), name)
+            best[name] = max(accuracy for _, accuracy in points)
+    axes.grid(color=GRID, linewidth=0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(0, 1 + max((one.epochs for one in results.of(data, "mre", group)), default=40))
+    return set_range(axes, best, SPAN) if best else ""
 
 
 def scatter(axes: Axes, points: list[tuple[float, float]], look: Look, name: str) -> None:
@@ -176,7 +181,7 @@ def validation_figure(results: Results, data_names: list[str], quick: bool) -> F
     with card(max(5.0, 3.3 * len(shown)), 3.6, "Validation accuracy over the epochs", quick) as figure:
         panels = figure.subplots(1, len(shown), squeeze=False)
         for axes, data in zip(panels[0], shown, strict=True):
-            finals = []
+            finals = {}
             for label, name in NAMES.items():
                 curves = [
                     [100 * epoch["validation_accuracy"] for epoch in one.history] for one in results.of(data, label)
@@ -189,11 +194,11 @@ def validation_figure(results: Results, data_names: list[str], quick: bool) -> F
                 axes.plot(epochs, values.mean(0), look.line, color=look.colour, linewidth=1.5, label=name, marker=look.marker,
                           markevery=marks, markersize=4, markerfacecolor=look.colour if look.filled else "white")  # fmt: skip
                 axes.fill_between(epochs, values.min(0), values.max(0), color=look.colour, alpha=0.15, linewidth=0)
-                finals.append(spread(curve[-1] for curve in curves).mean)
+                finals[name] = spread(curve[-1] for curve in curves).mean
             # the first epochs would leave no room for the differences
-            axes.set_ylim(min(finals) - 8, max(finals) + 1.5)
+            below = set_range(axes, finals | {"": max(finals.values()) - SPAN / 2}, SPAN)
             axes.set_title(DATA_NAMES.get(data, data))
-            axes.set_xlabel("epoch")
+            axes.set_xlabel(f"epoch{below}")
             axes.grid(color=GRID, linewidth=0.6)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         panels[0, 0].set_ylabel("validation accuracy (%)")

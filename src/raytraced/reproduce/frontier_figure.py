@@ -4,7 +4,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from raytraced.reproduce.canvas import BLUE, FAINT, GREY, GRID, card, look_of
+from raytraced.reproduce.canvas import BLUE, GREY, GRID, card, look_of, set_range
 from raytraced.reproduce.figures import add_legend
 from raytraced.reproduce.paper import DATA_NAMES
 from raytraced.reproduce.points import Point, budget_points, model_points
@@ -32,18 +32,11 @@ def draw_frontier(axes: Axes, results: Results, data: str) -> None:
     """All points of one data set."""
     points = model_points(results, data, results.labels(data))
     common = min(point.fixed_macs for point in points)
-    # a rival that failed would squeeze everything else: it is named, not drawn
-    values = sorted(100 * point.test.mean for point in points)
-    middle, best = values[len(values) // 2], values[-1]
-    lowest = best - max(2.5, 2.2 * (best - middle))
-    axes.set_ylim(lowest, best + max(0.4, 0.15 * (best - middle) + 0.3))
-    below = [point for point in points if 100 * point.test.mean < lowest]
-    points = [point for point in points if point not in below]
-    if below:
-        names = "\n".join(f"{point.label} {100 * point.test.mean:.1f}" for point in below)
-        axes.text(
-            0.98, 0.02, f"below:\n{names}", transform=axes.transAxes, ha="right", va="bottom", fontsize=7, color=FAINT
-        )
+    values = {point.label: 100 * point.test.mean for point in points}
+    best, middle = max(values.values()), sorted(values.values())[len(values) // 2]
+    below = set_range(axes, values, max(2.5, 2.2 * (best - middle)))
+    lowest = axes.get_ylim()[0]
+    points = [point for point in points if values[point.label] >= lowest]
     ours = sorted((point for point in points if is_ours(point.label)), key=lambda point: point.macs)
     dense = sorted((point for point in points if point.label in DENSE_CONTROLS), key=lambda point: point.macs)
     others = [point for point in points if point not in ours and point not in dense]
@@ -77,7 +70,7 @@ def draw_frontier(axes: Axes, results: Results, data: str) -> None:
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("thousand multiply-adds an image,\nbeyond the common input block", fontsize=8)
+    axes.set_xlabel(f"thousand multiply-adds an image,\nbeyond the common input block{below}", fontsize=8)
     axes.grid(color=GRID, linewidth=0.6, which="major")
 
 

@@ -29,8 +29,8 @@ class Part:
 
 
 def paper_data(planner: Planner, wanted: Wanted) -> tuple[str, ...]:
-    """The paper's data sets, or any others that were asked for."""
-    return planner.scale.data if wanted is None else wanted
+    """The paper's data sets, or any others that were asked for; the union has models of its own."""
+    return planner.scale.data if wanted is None else tuple(name for name in wanted if name != "union")
 
 
 def only(names: tuple[str, ...], wanted: Wanted) -> tuple[str, ...]:
