@@ -37,6 +37,7 @@ def test_the_worst_check_gives_the_value_and_all_must_hold():
     assert (bar["value"], bar["bar"], bar["holds"], bar["detail"]["worst"]) == (3.0, 2.0, False, "over")
     assert Outcome([checks[0], checks[2]]).as_dict()["value"] == 30.0  # 25/30 is nearer to its limit than 1/2
     assert Outcome([checks[0], checks[2]]).holds
+    assert Outcome([checks[2], Check("faster", 90.0, 25, "at least")]).worst.what == "fast"
 
 
 def test_a_condition_that_fails_fails_the_bar():
