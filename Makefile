@@ -9,6 +9,8 @@ demo: .venv/ready
 
 test: .venv/ready lint
 	$(PY) -m pytest -n 2
+	@echo "the core again without the compiled kernels: the plain path is the definition"
+	RAYTRACED_KERNELS=off $(PY) -m pytest -n 2 tests/test_*.py
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -28,7 +30,7 @@ bench: .venv/bench-ready
 reproduce: .venv/ready
 	$(BIN)/raytraced reproduce $(ARGS)
 
-.venv/ready: pyproject.toml constraints.txt $(wildcard setup.py)
+.venv/ready: pyproject.toml constraints.txt setup.py $(wildcard src/raytraced/kernels/cpu/*)
 	test -x $(PY) || python3 -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
