@@ -13,7 +13,8 @@ FOLDER = Path("src/raytraced/kernels/cpu")
 INSTRUCTIONS = {"avx2": ["-mavx2", "-mfma"]} if platform.machine() in ("x86_64", "AMD64") else {}
 FOREIGN = set() if INSTRUCTIONS else {"avx2"}
 # No -ffast-math: re-associated sums break the range reduction of exp() and the order of additions.
-FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-g0", "-Wno-psabi", "-pthread"]
+# -fno-wrapv against the -fwrapv of Python's own flags, which makes every int index a sign extension: 1.5 times slower.
+FLAGS = ["-std=c++17", "-O3", "-fno-wrapv", "-fno-math-errno", "-fno-trapping-math", "-g0", "-Wno-psabi", "-pthread"]
 
 
 class BuildKernels(build_ext):

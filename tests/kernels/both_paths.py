@@ -99,7 +99,7 @@ def ties(case: Case, nodes_BT: Tensor) -> Tensor:
         if options["seed"] is not None and options["estimator"] != "gumbel":
             reached_BK = probs_BK.cumsum(-1)
             target_B1 = uniform(options["seed"], options["rows_B"], step)[:, None] * reached_BK[:, -1:]
-            close_BT[:, step] |= ((reached_BK - target_B1).abs() <= limit).any(-1)
+            close_BT[:, step] |= ((reached_BK - target_B1).abs() <= limit * reached_BK[:, -1:]).any(-1)
         else:
             if options["seed"] is not None:
                 probs_BK = probs_BK / exponential(options["seed"], options["rows_B"], step, L * N + 1)

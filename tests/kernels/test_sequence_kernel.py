@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.both_paths import assert_agree, make_case, run
+from kernels.both_paths import Case, assert_agree, make_case, run
 from raytraced import kernels
 from raytraced.sequence import activation_sequence, unroll
 
@@ -87,6 +87,12 @@ def test_large_weights_agree_with_the_plain_path():
     # Past the limit below which the softmax does without its maximum.
     for num_experts in (7, 8):
         assert_agree(make_case(4, num_experts, 32, scale=200.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_rates_below_the_floor_have_the_floors_derivative(estimator):
+    routing, entry_BN, options = make_case(3, 8, 24, estimator=estimator, dtype=torch.float64)
+    assert_agree(Case(routing, (1e-8 * entry_BN).detach().requires_grad_(), options))
 
 
 def test_inputs_need_not_be_contiguous():
