@@ -35,9 +35,10 @@ def make_record(data="mnist", label="mre", seed=0, group="main", **figures):
     }  # fmt: skip
     if label.startswith("mre"):
         steps = figures.pop("prefixes", [accuracy - 0.05, accuracy - 0.01, accuracy])
+        validated = figures.pop("validated_prefixes", steps)
         own |= {
             "budgets": [
-                {"validation_accuracy": value, "validation_macs": 12_704.0 + 768 * at, "accuracy": value, "experts": float(at), "macs": 12_704.0 + 768 * at, "expert_macs": 768.0 * at}
+                {"validation_accuracy": validated[at], "validation_macs": 12_704.0 + 768 * at, "accuracy": value, "experts": float(at), "macs": 12_704.0 + 768 * at, "expert_macs": 768.0 * at}
                 for at, value in enumerate(steps)
             ],
             "lengths": {"1": {"num": 30, "accuracy": [0.8, 0.99]}, "2": {"num": 70, "accuracy": [0.7, 0.8, 0.9]}},

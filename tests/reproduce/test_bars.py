@@ -60,6 +60,22 @@ def test_bar_2_counts_budgets_as_points_of_mre(record):
     assert bar("2", rival, record(accuracy=0.91, experts=8.0, prefixes=[0.1, 0.5, 0.9])).reached is True
 
 
+def test_bar_2_chooses_a_budget_on_validation_images_too(record):
+    rival = record(label="top-k", accuracy=0.9, experts=8.0)
+    lucky = record(accuracy=0.9, experts=8.0, prefixes=[0.1, 0.9], validated_prefixes=[0.1, 0.8])
+    assert bar("2", rival, lucky).reached is False
+
+
+def test_bar_2_takes_the_cheapest_point_that_matches(record):
+    rival = record(label="top-k", accuracy=0.9, experts=8.0)
+    dear, cheap = (
+        record(label=label, accuracy=0.9, experts=experts, prefixes=[0.1])
+        for label, experts in (("mre", 7.0), ("mre-cost-0.1", 2.0))
+    )
+    assert bar("2", rival, dear, cheap).reached is True
+    assert bar("2", rival, dear).reached is False
+
+
 def test_bar_2_does_not_choose_on_test_images(record):
     rival = record(label="top-k", accuracy=0.9, experts=8.0)
     lucky = record(label="mre", validation=0.8, accuracy=0.95, experts=1.0, prefixes=[0.1])

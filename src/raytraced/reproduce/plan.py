@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
 from raytraced.reproduce.variants import PAPER_VARIANTS, Variant
@@ -208,6 +208,5 @@ def source_of(variant: Variant, variants: tuple[Variant, ...]) -> Variant:
     """The variant whose search decides a variant's learning rate."""
     wanted = variant.tuned_as or variant.label
     known = (*variants, *PAPER_VARIANTS)
-    source = next(other for other in known if other.label == wanted)
-    # the union's variants are wider than those of the paper
-    return replace(source, options=source.options | {k: v for k, v in variant.options.items() if k == "dim"})
+    # first among those it is run with: the union's are wider than the paper's
+    return next(other for other in known if other.label == wanted)
