@@ -180,6 +180,33 @@ def test_a_second_pass_back_gives_the_same():
     assert_identical(torch.autograd.grad(out_BD, case.leaves, case.grad), once)
 
 
+def test_memory_of_a_large_gradient_is_used_again_only_when_free(monkeypatch):
+    monkeypatch.setattr(fused_experts, "_HUGE_BYTES", 1)
+    case = make_case(40, 2, 3, 8, 12, 1)
+    weight = case.experts.weights[0]
+    expected = dict(zip(["out", "hidden", "mix", *dict(case.experts.named_parameters())], fused(case), strict=True))
+
+    def step():
+        e = case.experts
+        fused_experts.run(case.hidden, case.active, case.weights, "residual", e.weights, e.biases).backward(case.grad)
+
+    step()
+    first = weight.grad.data_ptr()
+    torch.testing.assert_close(weight.grad, expected["weights.0"])
+    step()  # the gradient before is still there, and is added to
+    torch.testing.assert_close(weight.grad, 2 * expected["weights.0"])
+    part = weight.grad[0]
+    case.experts.zero_grad()
+    step()
+    assert weight.grad.data_ptr() != part.data_ptr()  # somebody still looks at a part of it
+    torch.testing.assert_close(part, 2 * expected["weights.0"][0])
+    used = weight.grad.data_ptr()
+    case.experts.zero_grad()
+    step()
+    assert weight.grad.data_ptr() == used != first
+    torch.testing.assert_close(weight.grad, expected["weights.0"])
+
+
 def test_a_forked_child_runs_on_threads_too(set_threads):
     set_threads(2)
     case = make_case(400, 2, 4, 16, 16, 2, dtype=torch.float32)

@@ -7,6 +7,8 @@ D width, O and K a linear layer's outputs and inputs.
 
 import ctypes
 import struct
+import threading
+import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -14,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from raytraced.kernels import library
 
@@ -58,12 +61,43 @@ def plan(active: Tensor, layer_bytes: int) -> Pairs:
     return Pairs(rows, offsets, num_pairs, chunk, num_chunks)
 
 
+class _Memory:
+    """Memory for a large parameter's gradient, used again once nobody holds the gradient before.
+
+    Fresh pages cost more than the arithmetic on them, every step anew, since so large a block goes back to the system as
+    soon as it is free. numpy's memory, because it asks for huge pages and because its views tell when they are let go.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        dtype = np.float64 if parameter.dtype == torch.float64 else np.float32
+        self.block = np.empty(tuple(parameter.shape), dtype)
+        self.lent: weakref.ref[np.ndarray] | None = None
+
+    def lend(self, parameter: Tensor) -> Tensor | None:
+        """A gradient in this memory, None where it is in use or does not fit."""
+        in_use = self.lent is not None and self.lent() is not None
+        if in_use or self.block.shape != parameter.shape or self.block.itemsize != parameter.itemsize:
+            return None
+        view = self.block[:]
+        self.lent = weakref.ref(view)
+        return torch.from_numpy(view)
+
+
+_memories, _memories_lock = WeakTensorKeyDictionary(), threading.Lock()
+
+
 def empty_gradient(parameter: Tensor) -> Tensor:
-    """Memory for a gradient. Fresh pages of 4 KB cost more than the arithmetic they hold: numpy asks for huge ones."""
+    """A tensor for the gradient of a parameter, not filled in."""
     if parameter.nbytes < _HUGE_BYTES:
         return torch.empty(parameter.shape, dtype=parameter.dtype)
-    dtype = np.float64 if parameter.dtype == torch.float64 else np.float32
-    return torch.from_numpy(np.empty(tuple(parameter.shape), dtype))
+    with _memories_lock:
+        memory = _memories.get(parameter)
+        gradient = memory.lend(parameter) if memory is not None else None
+        if gradient is None:
+            memory = _memories[parameter] = _Memory(parameter)
+            gradient = memory.lend(parameter)
+        assert gradient is not None
+        return gradient
 
 
 class Forward(NamedTuple):
