@@ -17,6 +17,7 @@ from raytraced.reproduce.records import write_record
     [
         (["--only", "figg5"], "only=figg5: no such part; did you mean fig5?"),
         (["--data", "mnits"], "data=mnits: no such data set; did you mean mnist?"),
+        (["--quick", "--only", "ship"], "only=ship: quick runs are not worth shipping; leave --quick out"),
         (["--workers", "0"], "workers=0: must be at least 1"),
         (["--only", "union", "--data", "digits"], "nothing to run: union has no run on digits"),
     ],

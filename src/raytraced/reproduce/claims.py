@@ -154,7 +154,7 @@ def fewer_epochs(results: Results) -> Claim:
     holding = sum(share >= 0.1 for share in saved)
     number = 100 * spread(saved).mean if saved else None
     meaning = f"% of epochs saved, mean of the {len(saved)} of {len(races)} races that MRE finishes"
-    evidence = "; ".join(f"{name}: {one.tell()}" for name, one in races)
+    evidence = "; ".join(f"{DATA_NAMES.get(one.data, one.data)}, {name}: {one.tell()}" for name, one in races)
     return Claim(text, verdict(holding, len(races)), number, meaning, evidence)
 
 

@@ -37,6 +37,8 @@ def reproduce(
     """
     scale = QUICK if quick else FULL
     parts = choose_parts(split(only) or (["all"] if quick else ["default"]))
+    if quick and "ship" in parts:
+        raise ValueError("only=ship: quick runs are not worth shipping; leave --quick out")
     wanted = check_data(split(data))
     folder = Path(output) / "quick" if quick else Path(output)
     workers = num_cores() if workers is None else workers

@@ -51,9 +51,9 @@ class Race(NamedTuple):
         """The race in one phrase."""
         theirs = f"{self.rival} {self.rival_reached.epochs:.1f} epochs, {self.rival_reached.seconds:.0f} s"
         if self.ours is None or self.saved is None:
-            return f"{self.data}, to {self.target:.1%}: {theirs}; MRE does not reach it"
+            return f"to {self.target:.1%}: {theirs}, MRE never"
         ours = f"MRE {self.ours.epochs:.1f} epochs, {self.ours.seconds:.0f} s"
-        return f"{self.data}, to {self.target:.1%}: {theirs}; {ours} ({-self.saved:+.0%} epochs)"
+        return f"to {self.target:.1%}: {theirs}, {ours} ({-self.saved:+.0%} epochs)"
 
 
 def race(results: Results, data: str, rival: str, group: str = "main") -> Race | None:

@@ -82,7 +82,7 @@ def use_table(results: Results) -> Table | None:
             paper = USE.get(data)
             row += [f"{paper[0]:,}", f"{paper[1]:,}", f"{paper[2]}"] if paper else ["–"] * 3
             rows.append(row)
-    header = ["", "parameters", "used on average", "experts", "paper: parameters", "used on average", "experts"]
+    header = ["", "parameters", "used on average", "experts", "paper", "used", "experts"]
     return Table("Table 2: parameters and experts used", header, rows) if rows else None
 
 
