@@ -84,10 +84,10 @@ def card(width: float, height: float, title: str, quick: bool) -> Iterator[Figur
         yield figure
 
 
-def set_range(axes: Axes, values: Mapping[str, float], span: float) -> str:
+def set_range(axes: Axes, values: Mapping[str, float], span: float, top: float | None = None) -> str:
     """End the vertical axis `span` points below the best: one failure would squeeze all else. Names what is below."""
-    best = max(values.values())
-    lowest = min(value for value in values.values() if value >= best - span)
+    best = max(values.values()) if top is None else top
+    lowest = min((value for value in values.values() if value >= best - span), default=best - span)
     room = 0.06 * max(best - lowest, 1.0)
     axes.set_ylim(lowest - room, best + room)
     below = [f"{name} {value:.1f}" for name, value in values.items() if value < lowest]

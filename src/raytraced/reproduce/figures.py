@@ -128,16 +128,17 @@ def epochs_figure(results: Results, data_names: list[str], quick: bool) -> Figur
 
 def draw_settled(axes: Axes, results: Results, data: str, group: str) -> str:
     """A marker a run; returns what lies below the panel."""
-    best = {}
+    lowest, best = {}, 0.0
     for label, name in NAMES.items():
         points = [(settled(one).epochs, 100 * one.accuracy) for one in results.of(data, label, group) if one.history]
         if points:
             scatter(axes, points, look_of(label), name)
-            best[name] = max(accuracy for _, accuracy in points)
+            lowest[name] = min(accuracy for _, accuracy in points)
+            best = max(best, *(accuracy for _, accuracy in points))
     axes.grid(color=GRID, linewidth=0.6)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(0, 1 + max((one.epochs for one in results.of(data, "mre", group)), default=40))
-    return set_range(axes, best, SPAN) if best else ""
+    return set_range(axes, lowest, SPAN, best) if lowest else ""
 
 
 def scatter(axes: Axes, points: list[tuple[float, float]], look: Look, name: str) -> None:

@@ -45,7 +45,7 @@ def draw_frontier(axes: Axes, results: Results, data: str) -> None:
         for point in dense:
             place = (point.macs - common) / 1000, 100 * point.test.mean
             blocks = point.label.removeprefix("dense-")
-            axes.annotate(blocks, place, (0, 5), textcoords="offset points", ha="center", fontsize=7.5, color=GREY)
+            axes.annotate(blocks, place, (4, 3), textcoords="offset points", ha="left", fontsize=7.5, color=GREY)
     for point in others:
         look = look_of(point.label)
         axes.errorbar(
