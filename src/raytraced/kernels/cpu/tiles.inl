@@ -175,8 +175,10 @@ template <typename T, int R, int C>
 static inline void tile_weight(const T* gy, i64 O, i64 n, i64 o, i64 valid, const T* x, T* gw, i64 K, i64 columns) {
   constexpr int V = lanes<T>;
   vec<T> sum[R][C];
-  for (int r = 0; r < R; ++r)
+  for (int r = 0; r < R; ++r) {
+    __builtin_prefetch(gw + (R + r) * K, 1, 3);  // where the next tile will write
     for (int c = 0; c < C; ++c) sum[r][c] = vec<T>{};
+  }
   for (i64 p = 0; p < num_panels<T>(n); ++p) {
     const i64 width = panel_width<T>(n, p), rows = least(n - p * 2 * V, 2 * V);
     const T* row[R];
@@ -198,7 +200,7 @@ static inline void tile_weight(const T* gy, i64 O, i64 n, i64 o, i64 valid, cons
     }
 }
 
-constexpr i64 SLABS = 8;  // of inputs at a time: they stay in the first cache while all outputs pass by
+constexpr i64 SLABS = 32;  // of inputs at a time: they stay in a near cache while all outputs pass by
 
 // gw (O, K) = gy (O, n) x (n, K); gy in panels, x in rows padded to whole slabs of 2V inputs. `slabs` holds n * K, padded.
 template <typename T, int R> static void weight_by(const T* gy, i64 O, i64 n, const T* x, i64 stride, i64 K, T* gw, T* slabs) {
@@ -261,7 +263,7 @@ static inline void tile_input(const T* gy, i64 width, i64 O, i64 valid, const T*
     for (int c = 0; c < C; ++c) store(gx + r * stride + c * V, sum[r][c]);
 }
 
-constexpr i64 INPUT_ROWS = 64, INPUT_COLUMNS = 504;  // of the weights, packed at a time: they stay in the second cache
+constexpr i64 INPUT_ROWS = 256, INPUT_COLUMNS = 120;  // of the weights, packed at a time: they stay in the second cache
 
 template <typename T> static inline i64 packed_size() { return INPUT_ROWS * round_up(INPUT_COLUMNS, lanes<T>) + 8 * lanes<T>; }
 
