@@ -110,7 +110,6 @@ def _apply_stop(probs_BK: Tensor, stop: Stop) -> Tensor:
     return torch.cat((nodes_BM * ~dominant_B1, output_B1 * dominant_B1), -1)
 
 
-@torch.compiler.disable
 def unroll(
     routing: RoutingNetwork,
     entry_BN: Tensor,
