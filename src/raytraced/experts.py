@@ -93,7 +93,11 @@ class UnstackedExperts:
 
     def __init__(self, experts: MLPExperts) -> None:
         self.num_layers, self.num_experts, self.run_layer = experts.num_layers, experts.num_experts, experts.run_layer
-        self.weights = [weight.unbind(0) for weight in experts.weights]
+        self.homes = [fused_experts.GradientHome.for_parameter(weight) for weight in experts.weights]
+        self.weights = [
+            weight.unbind(0) if home is None else home.unstack()
+            for weight, home in zip(experts.weights, self.homes, strict=True)
+        ]
         self.biases = [bias.unbind(0) for bias in experts.biases]
         self._apart: dict[int, list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]] = {}
 
@@ -185,7 +189,7 @@ def update_active(experts: Experts, layer: int, hidden_BD: Tensor, weights_BN: T
         if fused_experts.can_run(hidden_BD, weights_BN, weights, biases):
             mix_BLN, active_BLN = weights_BN[:, None], active_BN[:, None]
             stacks, shifts = [weight[None] for weight in weights], [bias[None] for bias in biases]
-            return fused_experts.run(hidden_BD, active_BLN, mix_BLN, "last", stacks, shifts)
+            return fused_experts.run(hidden_BD, active_BLN, mix_BLN, "last", stacks, shifts, (experts.homes, layer))
     plan = Plan.of(active_BN[:, None])
     return update_sparse(experts, layer, hidden_BD, weights_BN, Plan(plan.rows, [[]] * layer + plan.counts))
 

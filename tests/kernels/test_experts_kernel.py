@@ -16,6 +16,7 @@ from torch import Tensor
 from raytraced import kernels
 from raytraced.experts import MLPExperts, run_stream, update_dense
 from raytraced.kernels import fused_experts, library
+from raytraced.models import build_model
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"kernels {kernels.why_not()}")
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -230,3 +231,22 @@ def test_compiled_experts_equal_eager_ones():
     compiled = torch.compile(fused_experts.run, backend="aot_eager", fullgraph=True)
     out_BD = compiled(case.hidden, case.active, case.weights, "residual", list(e.weights), list(e.biases))
     assert_identical([out_BD, *torch.autograd.grad(out_BD, case.leaves, case.grad)], fused(case))
+
+
+@pytest.mark.parametrize(
+    "name", ["top-k", "chain"]
+)  # chain runs the experts of a layer twice: their gradients must add up
+def test_gradients_of_large_parameters_are_the_same_in_one_place(name, monkeypatch):
+    grads = []
+    for huge in (2**40, 1):
+        monkeypatch.setattr(fused_experts, "_HUGE_BYTES", huge)
+        torch.manual_seed(0)
+        model = build_model(name, (1, 4, 4), 3)
+        images = torch.randn(40, 1, 4, 4)
+        for _ in range(2):  # the second time in memory that was used before
+            model.zero_grad()
+            model(images).logits.square().sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    for apart, together in zip(*grads, strict=True):
+        assert torch.equal(apart, together)
+    assert any(p.grad.abs().max() > 0 for n, p in model.named_parameters() if "experts.weights" in n)

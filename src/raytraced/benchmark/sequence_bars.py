@@ -6,7 +6,7 @@ Axes: B batch, L layers, N experts a layer, T steps.
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,8 +17,9 @@ from raytraced.benchmark.timing import Contender
 from raytraced.benchmark.workloads import SEED, STATES, Bench, TrainingStep
 from raytraced.cost import raytraced_work
 from raytraced.draws import new_seed
+from raytraced.layer import RaytracedExperts
 from raytraced.routing import RoutingNetwork
-from raytraced.sequence import Sequence, activation_sequence, unroll
+from raytraced.sequence import Select, Sequence, activation_sequence, unroll
 
 BATCH_SIZE = 256
 GRIDS = ((2, 4), (2, 8), (4, 8), (4, 16), (8, 16), (8, 32))
@@ -28,15 +29,15 @@ BUDGET = 8  # experts at most, where the active set is held while the grid grows
 class SequenceRun:
     """Forward and backward of the sequence on fixed entry rates, with given gradients of the mask and the rates."""
 
-    def __init__(self, routing: RoutingNetwork, entry_BN: Tensor) -> None:
-        self.routing, self.entry_BN = routing, entry_BN.detach()
+    def __init__(self, routing: RoutingNetwork, entry_BN: Tensor, select: Select = "sample") -> None:
+        self.routing, self.entry_BN, self.select = routing, entry_BN.detach(), select
         generator = torch.Generator().manual_seed(SEED)
         shape = (len(entry_BN), routing.num_layers, routing.num_experts)
         self.gradients = [torch.randn(shape, generator=generator).to(entry_BN) for _ in range(2)]
         self.generator = torch.Generator().manual_seed(SEED)
 
     def forward(self, entry_BN: Tensor) -> Sequence:
-        return activation_sequence(self.routing, entry_BN, generator=self.generator)
+        return activation_sequence(self.routing, entry_BN, select=self.select, generator=self.generator)
 
     def __call__(self) -> tuple[Sequence, list[Tensor]]:
         """The sequence, and the gradients of the entry rates and the gates."""
@@ -123,7 +124,8 @@ def share_of_step(bench: Bench) -> Outcome:
     for state in STATES:
         step = TrainingStep(bench.model("mre", state), images, labels)
         routing, entry_BN = entry_rates(bench, state)
-        contenders[f"sequence, {state}"] = Contender(SequenceRun(routing, entry_BN))
+        select = cast(RaytracedExperts, step.model.layer).train_select
+        contenders[f"sequence, {state}"] = Contender(SequenceRun(routing, entry_BN, select))
         contenders[f"step, {state}"] = Contender(step)
         experts[state] = step.mean_experts()
     timings = bench.time(contenders)

@@ -100,6 +100,66 @@ def empty_gradient(parameter: Tensor) -> Tensor:
         return gradient
 
 
+class GradientHome:
+    """One place for the gradient of a large stacked parameter whose layers are run by calls of their own.
+
+    Each call writes its layer's gradient where it belongs; putting separate ones together would copy them all.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = parameter
+        self.gradient: Tensor | None = None
+        self.lent: set[int] = set()
+
+    @classmethod
+    def for_parameter(cls, parameter: Tensor) -> "GradientHome | None":
+        """A home where one pays: nothing is gained for small parameters, or where no gradient is wanted."""
+        large = parameter.nbytes >= _HUGE_BYTES and parameter.is_cpu and type(parameter) in _ORDINARY
+        wanted = parameter.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return cls(parameter) if large and wanted and not torch._C._are_functorch_transforms_active() else None
+
+    def unstack(self) -> tuple[Tensor, ...]:
+        """The layers of the parameter, as views."""
+        layers: tuple[Tensor, ...] = _Unstack.apply(self.parameter, self)
+        return layers
+
+    def place(self, layer: int) -> Tensor:
+        """Where a call may write the gradient (1, …) of one layer; a second call for the same layer gets its own."""
+        if self.gradient is None:
+            self.gradient, self.lent = empty_gradient(self.parameter), set()
+        if layer in self.lent:
+            return torch.empty_like(self.gradient[layer : layer + 1])
+        self.lent.add(layer)
+        return self.gradient[layer : layer + 1]
+
+
+class _Unstack(torch.autograd.Function):
+    """unbind(0) whose gradients are at home already, or are copied there."""
+
+    @staticmethod
+    def forward(ctx, parameter, home):  # type: ignore[no-untyped-def]
+        ctx.home = home
+        return parameter.unbind(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        home = ctx.home
+        whole, home.gradient = home.gradient, None
+        if whole is None:
+            whole = empty_gradient(home.parameter)
+        for place, grad in zip(whole.unbind(0), grads, strict=True):
+            if grad is None:
+                place.zero_()
+            elif grad.data_ptr() != place.data_ptr():
+                place.copy_(grad)
+        return whole, None
+
+
+# Where the gradients of the weights of one layer are to be written: a home (or none) for each linear layer, and the layer.
+Places = tuple[list[GradientHome | None], int] | None
+
+
 class Forward(NamedTuple):
     """What a forward pass leaves: the answer, and what the backward pass reads."""
 
@@ -158,11 +218,16 @@ def backward(
     weights: tuple[Tensor, ...],
     biases: tuple[Tensor, ...],
     kept: Forward,
+    places: Places = None,
 ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     """Gradients of hidden, mix, weights and biases; experts without rows get zeros."""
     J = len(weights)
     grad_hidden, grad_mix = torch.empty_like(hidden), torch.empty_like(mix)
-    grad_weights, grad_biases = [empty_gradient(w) for w in weights], [empty_gradient(b) for b in biases]
+    homes, layer = places or ([None] * J, 0)
+    grad_weights = [
+        empty_gradient(w) if home is None else home.place(layer) for w, home in zip(weights, homes, strict=True)
+    ]
+    grad_biases = [empty_gradient(b) for b in biases]
     grad_results = torch.empty_like(kept.results)
     tensors = (hidden, kept.states, kept.out, kept.results, grad_out, grad_hidden, grad_mix, grad_results)
     pointers = (*weights, *biases, *kept.inner, *[None] * (J - len(kept.inner)), *grad_weights, *grad_biases)
@@ -174,11 +239,11 @@ class FusedExperts(torch.autograd.Function):
     """Forward and backward in one library call each."""
 
     @staticmethod
-    def forward(ctx, hidden, mix, pairs, stream, *parameters):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, mix, pairs, stream, places, *parameters):  # type: ignore[no-untyped-def]
         J = len(parameters) // 2
         kept = forward(hidden, mix, pairs, stream, parameters[:J], parameters[J:], keep=True)
         ctx.save_for_backward(hidden, mix, *parameters, *kept[:3], *kept.inner)
-        ctx.pairs, ctx.stream, ctx.J = pairs, stream, J
+        ctx.pairs, ctx.stream, ctx.J, ctx.places = pairs, stream, J, places
         return kept.out
 
     @staticmethod
@@ -196,8 +261,9 @@ class FusedExperts(torch.autograd.Function):
             weights,
             biases,
             Forward(kept[0], kept[1], kept[2], kept[3:]),
+            ctx.places,
         )
-        return grad_hidden, grad_mix, None, None, *grad_weights, *grad_biases
+        return grad_hidden, grad_mix, None, None, None, *grad_weights, *grad_biases
 
 
 @torch.library.custom_op("raytraced::experts", mutates_args=())
@@ -274,7 +340,13 @@ def can_run(hidden: Tensor, mix: Tensor, weights: Iterable[Tensor], biases: Iter
 
 
 def run(
-    hidden: Tensor, active: Tensor, mix: Tensor, stream: str, weights: Iterable[Tensor], biases: Iterable[Tensor]
+    hidden: Tensor,
+    active: Tensor,
+    mix: Tensor,
+    stream: str,
+    weights: Iterable[Tensor],
+    biases: Iterable[Tensor],
+    places: Places = None,
 ) -> Tensor:
     """Hidden vectors (B, D), who is active and with which weight (B, L, N), parameters (L, N, O, K) and (L, N, O)."""
     number = STREAMS.index(stream)
@@ -287,5 +359,5 @@ def run(
     pairs = plan(active.contiguous(), _layer_bytes(weights))
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, mix, *weights, *biases))
     if wanted:
-        return FusedExperts.apply(hidden, mix, pairs, number, *weights, *biases)
+        return FusedExperts.apply(hidden, mix, pairs, number, places, *weights, *biases)
     return forward(hidden, mix, pairs, number, weights, biases, keep=False).out

@@ -6,6 +6,17 @@ import warnings
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
+import torch
+
+
+def _share_team(library: ctypes.CDLL) -> None:
+    """Let the kernels run on the threads that PyTorch keeps, where its OpenMP library is the one beside it."""
+    path = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
+    if path.exists():
+        function = ctypes.CDLL(str(path)).GOMP_parallel
+        library.raytraced_share_team.argtypes, library.raytraced_share_team.restype = (ctypes.c_void_p,), None
+        library.raytraced_share_team(ctypes.cast(function, ctypes.c_void_p))
+
 
 def _load() -> tuple[ctypes.CDLL | None, str | None]:
     if os.environ.get("RAYTRACED_KERNELS", "on").lower() in ("off", "0", "no", "false"):
@@ -16,7 +27,9 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         reason = "not built (no C++ compiler at install time?)"
     else:
         try:
-            return ctypes.CDLL(str(path)), None
+            library = ctypes.CDLL(str(path))
+            _share_team(library)
+            return library, None
         except OSError as error:
             reason = f"cannot be loaded: {error}"
     warnings.warn(f"the compiled kernels are {reason}; the slower plain path is used", RuntimeWarning, stacklevel=2)

@@ -1,4 +1,6 @@
-// An own pool, not OpenMP: libgomp's threads do not survive a fork, and a child that then waits for them hangs.
+// Work is shared out over the OpenMP team that PyTorch keeps: its threads go on spinning for a while after each of PyTorch's own
+// calls, and threads of ours beside them would wait for a core. Without that team, and in a forked child (which has none of
+// its parent's threads, and would wait for them forever), over a pool of our own.
 #include "threads.h"
 
 #include <atomic>
@@ -69,8 +71,12 @@ struct Pool {
 // Never destroyed: workers wait on it until the process ends.
 Pool* pool = new Pool;
 
+// libgomp's entry to a parallel region: fn(data) on each of num_threads threads.
+using Team = void (*)(void (*fn)(void*), void* data, unsigned num_threads, unsigned flags);
+Team team = nullptr;
+
 // A child has none of its parent's threads, and a lock may be held by one of them: start afresh.
-void after_fork() { pool = new Pool; }
+void after_fork() { pool = new Pool, team = nullptr; }
 
 #if defined(__unix__) || defined(__APPLE__)
 const int registered = pthread_atfork(nullptr, nullptr, after_fork);
@@ -88,8 +94,10 @@ thread_local Memory memories[4];
 void parallel(long long num_tasks, long long num_threads, void (*task)(void*, long long), void* context) {
   Job job{num_tasks, task, context};
   const long long num_helpers = (num_threads < num_tasks ? num_threads : num_tasks) - 1;
+  if (num_helpers < 1) return job.work();
+  if (team) return team([](void* job) { static_cast<Job*>(job)->work(); }, &job, unsigned(num_helpers + 1), 0);
   Pool* mine = pool;
-  if (num_helpers < 1 || !mine->in_use.try_lock()) return job.work();
+  if (!mine->in_use.try_lock()) return job.work();
   mine->run(job, num_helpers);
   mine->in_use.unlock();
 }
@@ -106,3 +114,8 @@ void* scratch(int purpose, std::size_t bytes) {
 }
 
 }  // namespace raytraced
+
+// Called once, when the library is loaded, with the address of GOMP_parallel in the libgomp that PyTorch uses.
+extern "C" void raytraced_share_team(void* gomp_parallel) {
+  raytraced::team = reinterpret_cast<raytraced::Team>(gomp_parallel);
+}
