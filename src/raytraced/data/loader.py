@@ -85,18 +85,17 @@ class Loader:
 
     def _batches(self, epoch: int, start_batch: int) -> Iterator[Batch]:
         samples_n = torch.from_numpy(self._order(epoch))
+        index_n = samples_n.to(self.device)
+        labels_n, rows_n = self.labels.index_select(0, index_n), torch.arange(self.batch_size, device=self.device)
         for start in range(start_batch * self.batch_size, len(samples_n), self.batch_size):
             size = min(self.batch_size, len(samples_n) - start)
             first, last = (size * rank // self.world_size for rank in (self.rank, self.rank + 1))
-            samples_B = samples_n[start + first : start + last]
-            rows_B = torch.arange(first, last, device=self.device)
-            index_B = samples_B.to(self.device)
-            images = self.images.index_select(0, index_B)
+            part = slice(start + first, start + last)
+            images = self.images.index_select(0, index_n[part])  # 3 times as fast as images[index]
             if self.augment:
-                images = pad_crop_flip(images, samples_B.numpy(), self.seed, epoch)
-            # in place on the one float copy, and index_select: 3 times as fast as images[index_B]
-            normalised = images.float().mul_(self.scale_C11).add_(self.shift_C11)
-            yield Batch(normalised, self.labels.index_select(0, index_B), rows_B)
+                images = pad_crop_flip(images, samples_n[part].numpy(), self.seed, epoch)
+            normalised = images.float().mul_(self.scale_C11).add_(self.shift_C11)  # in place on the one float copy
+            yield Batch(normalised, labels_n[part], rows_n[first:last])
 
     def _order(self, epoch: int) -> np.ndarray:
         if self.shuffle:
