@@ -122,7 +122,8 @@ def kill_and_resume(config, num_kills: int, seed: int) -> None:
     """SIGKILL a real process at random moments, most of them inside a checkpoint's writing, since every step writes one."""
     print(f"moments drawn with seed {seed}")  # shown if the test fails
     moments = random.Random(seed)
-    config = replace(config, checkpoint_steps=1, epochs=3 + num_kills, quiet=False)
+    # Five epochs are 30 steps; from one kill to the next a process takes up to 12, and what 0.03 s hold: at most about 20.
+    config = replace(config, checkpoint_steps=1, epochs=10 + 5 * num_kills, quiet=False)
     whole = run_to_end(start(replace(config, name="whole")))
     process = start(config)
     run = announced_run(process)
