@@ -1,6 +1,7 @@
 """The processes that train together: one by itself, or those that torchrun started, on one host or several."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Value = TypeVar("Value")
+LAST_TURN = 0.25  # seconds
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,9 @@ def join_world(device: str) -> Iterator[World]:
     try:
         yield World(dist.get_rank(), size, own)
     finally:
+        # Gloo's threads outlive the group where DDP was used (it keeps a reference), and one that has yet to drop the
+        # tensor of the last collective aborts the process if the interpreter is gone by then: give them their turn.
+        time.sleep(LAST_TURN)
         dist.destroy_process_group()
 
 
