@@ -35,7 +35,7 @@ def perform(run: Run, work: Path, data_root: str | None) -> Record:
     config = replace(run.config, output=str(work), name=run.folder, data_root=data_root)
     try:
         if folder.read_summary() is None:
-            train(config, folder if started else None)
+            train(config, folder if started else None, pictures=False)
         record = make_record(run, folder, data_root)
     except ValueError as error:  # the training loop's word for a loss that is not finite
         if "not finite" not in str(error):

@@ -22,7 +22,7 @@ from raytraced.training.evaluation import Evaluation, evaluate
 from raytraced.training.faults import check_classes, describe_divergence
 from raytraced.training.interrupt import Interrupted, StopRequest, listen
 from raytraced.training.objective import Objective, step_seed
-from raytraced.training.outcome import count_parameters, write_event, write_outcome
+from raytraced.training.outcome import count_parameters, draw_pictures, write_event, write_outcome
 from raytraced.training.progress import Mute, Reporter, Silent
 from raytraced.training.run_folder import RunFolder, create_run_folder
 from raytraced.training.state import State, Totals, epoch_metrics, restore_state, save_state
@@ -32,12 +32,14 @@ EVALUATION_BATCH = 1000
 PRIVATE = ("data", "data_root", "output", "name", "quiet")  # paths of one machine: no business of who gets the model
 
 
-def train(config: TrainConfig, run: RunFolder | None = None, reporter: Reporter | None = None) -> RunFolder:
+def train(
+    config: TrainConfig, run: RunFolder | None = None, reporter: Reporter | None = None, pictures: bool = True
+) -> RunFolder:
     """Train as configured and return the run folder; with `run`, go on with that one."""
     with join_world(config.device) as world, listen() as request:
         reporter = (reporter or Silent()) if world.leads else Mute()
         try:
-            return _train(config, run, world, request, reporter)
+            return _train(config, run, world, request, reporter, pictures)
         except Interrupted as stop:
             # the frames in its traceback hold what must go before the process group does, or that waits for ever
             interruption = stop.with_traceback(None)
@@ -47,7 +49,7 @@ def train(config: TrainConfig, run: RunFolder | None = None, reporter: Reporter 
 
 
 def _train(
-    config: TrainConfig, run: RunFolder | None, world: World, request: StopRequest, reporter: Reporter
+    config: TrainConfig, run: RunFolder | None, world: World, request: StopRequest, reporter: Reporter, pictures: bool
 ) -> RunFolder:
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -152,7 +154,9 @@ def _train(
     tensors = optim.model_tensors(model)
     if world.leads:
         save_model(run.model, tensors, card)
-        write_outcome(run, config, state, result_v, result_t, world.size, dataset)
+        if pictures:
+            draw_pictures(run, state, dataset.test)
+        write_outcome(run, config, state, result_v, result_t, world.size)
     return run
 
 

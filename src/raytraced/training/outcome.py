@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from raytraced.classifier import RaytracedClassifier
-from raytraced.data import Dataset
+from raytraced.data import Split
 from raytraced.saving import load_with_card
 from raytraced.training.config import TrainConfig
 from raytraced.training.evaluation import Evaluation
@@ -18,16 +18,8 @@ from raytraced.training.run_folder import RunFolder
 from raytraced.training.state import State
 
 
-def write_outcome(
-    run: RunFolder,
-    config: TrainConfig,
-    state: State,
-    validation: Evaluation,
-    test: Evaluation,
-    world_size: int,
-    dataset: Dataset,
-) -> None:
-    """Draw the pictures, then write summary.json, whose presence says that the run is over."""
+def draw_pictures(run: RunFolder, state: State, split: Split) -> None:
+    """The curves of training, and how a raytraced model went through a few images."""
     from raytraced.analysis.curves import draw_curves
     from raytraced.analysis.pictures import draw_sequences
 
@@ -35,7 +27,14 @@ def write_outcome(
     if state.history:
         draw_curves({run.path.name: state.history}, run.path / "curves.png")
     if isinstance(model, RaytracedClassifier):
-        draw_sequences(model, dataset.test, card, run.path / "sequences.png")
+        draw_sequences(model, split, card, run.path / "sequences.png")
+
+
+def write_outcome(
+    run: RunFolder, config: TrainConfig, state: State, validation: Evaluation, test: Evaluation, world_size: int
+) -> None:
+    """Write summary.json, whose presence says that the run is over."""
+    model, _ = load_with_card(run.model)
     run.write_summary(summarise(config, state, model, validation, test, world_size))
 
 
