@@ -9,26 +9,26 @@ MARGIN = 0.005  # "the rival's own final validation accuracy minus 0.5" points
 
 
 class Reached(NamedTuple):
-    """When a run first had an accuracy; never: None."""
+    """When a model first had an accuracy, means over seeds.
+
+    Seconds are at the pace of its fastest epoch: runs share the machine with one another and with other work.
+    """
 
     epochs: float
     seconds: float
 
 
-def first_reach(record: Record, accuracy: float) -> Reached | None:
-    """The first epoch whose validation accuracy is at least so high, and the training time up to its end."""
-    seconds = 0.0
+def first_reach(record: Record, accuracy: float) -> int | None:
+    """The first epoch whose validation accuracy is at least so high."""
     for epoch in record.history:
-        seconds += epoch["seconds"]
         if epoch["validation_accuracy"] >= accuracy:
-            return Reached(epoch["epoch"], seconds)
+            return int(epoch["epoch"])
     return None
 
 
-def settled(record: Record) -> Reached:
-    """When a run came within the margin of its own best."""
-    best = max(epoch["validation_accuracy"] for epoch in record.history)
-    reached = first_reach(record, best - MARGIN)
+def settled(record: Record) -> int:
+    """The epoch at which a run came within the margin of its own best."""
+    reached = first_reach(record, max(epoch["validation_accuracy"] for epoch in record.history) - MARGIN)
     assert reached is not None
     return reached
 
@@ -71,15 +71,12 @@ def race(results: Results, data: str, rival: str, group: str = "main") -> Race |
 
 def mean_reach(records: list[Record], target: float, cut: bool = False) -> Reached | None:
     """Means over seeds; None if one of them never reaches the target, unless its whole run shall count."""
-    reached = []
-    for record in records:
-        one = first_reach(record, target)
-        if one is None and cut:
-            one = Reached(len(record.history), sum(epoch["seconds"] for epoch in record.history))
-        if one is None:
-            return None
-        reached.append(one)
-    return Reached(*(spread(values).mean for values in zip(*reached, strict=True)))
+    epochs = [first_reach(record, target) or (len(record.history) if cut else None) for record in records]
+    known = [one for one in epochs if one is not None]
+    if len(known) < len(epochs):
+        return None
+    mean = spread(known).mean
+    return Reached(mean, mean * min(epoch["seconds"] for record in records for epoch in record.history))
 
 
 def best_rival(results: Results, data: str, group: str = "main", among: tuple[str, ...] | None = None) -> str | None:

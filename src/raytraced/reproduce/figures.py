@@ -130,7 +130,7 @@ def draw_settled(axes: Axes, results: Results, data: str, group: str) -> str:
     """A marker a run; returns what lies below the panel."""
     lowest, best = {}, 0.0
     for label, name in NAMES.items():
-        points = [(settled(one).epochs, 100 * one.accuracy) for one in results.of(data, label, group) if one.history]
+        points = [(settled(one), 100 * one.accuracy) for one in results.of(data, label, group) if one.history]
         if points:
             scatter(axes, points, look_of(label), name)
             lowest[name] = min(accuracy for _, accuracy in points)

@@ -58,15 +58,15 @@ FULL = Scale(
     num_seeds=3,
     num_equal_seeds=1,
     num_frontier_seeds=5,
-    epochs={"digits": 60, "mnist": 40, "fashion-mnist": 40, "cifar10": 30, "union": 12},
-    search_epochs={"digits": 20, "mnist": 12, "fashion-mnist": 12, "cifar10": 8, "union": 4},
+    epochs={"digits": 60, "mnist": 25, "fashion-mnist": 25, "cifar10": 30, "union": 8},
+    search_epochs={"digits": 20, "mnist": 8, "fashion-mnist": 8, "cifar10": 6, "union": 2},
     search_data=("mnist", "fashion-mnist", "cifar10"),
     grid=(5e-4, 1e-3, 2e-3, 5e-3, 1e-2),
     fixed_lr=None,
     dials=(0.001, 0.003, 0.01, 0.03),
     temperatures=(1.0, 10.0, 20.0, 50.0),
     probe_data="fashion-mnist",
-    probe_epochs=20,
+    probe_epochs=15,
     frontier_data=("mnist", "fashion-mnist", "cifar10"),
 )
 

@@ -44,10 +44,8 @@ DENSE_VARIANTS = tuple(Variant(f"dense-{blocks}", "dense", {"num_blocks": blocks
 RIVAL_VARIANTS = (
     Variant("top-1", "top-k", {"k": 1}, tuned_as="top-k"),
     TOP_K,
-    Variant("top-4", "top-k", {"k": 4}, tuned_as="top-k"),
     TOP_K_BALANCE,
     AUX_FREE,
-    Variant("threshold-0.3", "threshold", {"threshold": 0.3}, tuned_as="threshold"),
     THRESHOLD,
     Variant("ada-k", "ada-k"),
     Variant("top-any", "top-any"),
@@ -58,7 +56,6 @@ RIVAL_VARIANTS = (
 UNROUTED_VARIANTS = (
     MLP_TOTAL,
     MLP_AVG,
-    Variant("mlp-total-plain", "mlp-total"),
     Variant("multi-exit", "multi-exit", {"stream": "residual"}),
 )
 
