@@ -150,6 +150,8 @@ def draw_fit(axes: Axes, table: list[dict[str, Any]], work: str, time: str, colo
     axes.loglog(ends, np.exp(start) * ends**slope, "--", color=colour, linewidth=1)
     axes.loglog(x, y, mark, color=colour, label=label)
     for row in table:
+        # grids of eight layers can lie on those of four: their names go above
+        place = (0, 6 if row["grid"].startswith("8") else -13)
         axes.annotate(
-            row["grid"], (row[work], row[time]), (5, -9), textcoords="offset points", fontsize=8, color=colour
+            row["grid"], (row[work], row[time]), place, textcoords="offset points", ha="center", fontsize=8, color=colour
         )
