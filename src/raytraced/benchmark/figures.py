@@ -153,5 +153,11 @@ def draw_fit(axes: Axes, table: list[dict[str, Any]], work: str, time: str, colo
         # grids of eight layers can lie on those of four: their names go above
         place = (0, 6 if row["grid"].startswith("8") else -13)
         axes.annotate(
-            row["grid"], (row[work], row[time]), place, textcoords="offset points", ha="center", fontsize=8, color=colour
+            row["grid"],
+            (row[work], row[time]),
+            place,
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            color=colour,
         )
