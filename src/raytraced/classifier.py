@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raytraced.draws import new_seed
+from raytraced.kernels.fused_convolution import ConvolutionBlock
 from raytraced.layer import RaytracedExperts
 from raytraced.sequence import Select, Sequence, check_options, check_rows
 
@@ -35,7 +36,7 @@ def input_block(image_shape: tuple[int, int, int], dim: int) -> nn.Sequential:
     blocks: list[nn.Module] = []
     for given, wanted in ((channels, 4), (4, 8), (8, 16)):
         blocks += [nn.Conv2d(given, wanted, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(16 * (height // 8) * (width // 8), dim))
+    return ConvolutionBlock(*blocks, nn.Flatten(), nn.Linear(16 * (height // 8) * (width // 8), dim))
 
 
 class RoutedClassifier(nn.Module):

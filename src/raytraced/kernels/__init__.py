@@ -1,4 +1,4 @@
-"""Fast versions of the activation sequence and the experts for the CPU; each is checked against the plain one."""
+"""Fast versions of the sequence, the experts and the convolutions for the CPU; each is checked against the plain one."""
 
 import torch
 from torch import Tensor
