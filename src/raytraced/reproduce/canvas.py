@@ -36,11 +36,9 @@ LOOKS = {
     "mre-paper": Look(SKY, "o", "--", False),
     "top-k": Look(ORANGE, "s"),
     "top-1": Look(ORANGE, "v"),
-    "top-4": Look(ORANGE, "^"),
     "top-k-balance": Look(ORANGE, "s", "--", False),
     "aux-free": Look(YELLOW, "D", "-."),
     "threshold": Look(GREEN, "P", "-."),
-    "threshold-0.3": Look(GREEN, "P", "-.", False),
     "ada-k": Look(PURPLE, "X"),
     "top-any": Look(PURPLE, "d"),
     "null-experts": Look(PURPLE, "*"),
@@ -48,7 +46,6 @@ LOOKS = {
     "multi-exit": Look(GREY, "p", ":", False),
     "mlp-total": Look(PURPLE, "<", ":"),
     "mlp-avg": Look(YELLOW, ">", ":"),
-    "mlp-total-plain": Look(PURPLE, "<", ":", False),
 }
 DENSE_LOOK = Look(GREY, "_", ":")
 
