@@ -141,7 +141,7 @@ def draw_settled(axes: Axes, results: Results, data: str, group: str) -> str:
     return set_range(axes, lowest, SPAN, best) if lowest else ""
 
 
-def scatter(axes: Axes, points: list[tuple[float, float]], look: Look, name: str) -> None:
+def scatter(axes: Axes, points: list[tuple[int, float]], look: Look, name: str) -> None:
     """One marker a run."""
     epochs, accuracies = zip(*points, strict=True)
     face = look.colour if look.filled else "white"
