@@ -31,6 +31,12 @@ def test_of_equals_the_smaller_wins_and_a_diverged_run_loses(record):
     )
 
 
+def test_rates_within_a_tenth_of_a_point_are_equal(record):
+    near, far = {1e-3: 0.8, 2e-3: 0.9, 5e-3: 0.9009}, {1e-3: 0.8, 2e-3: 0.9, 5e-3: 0.9011}
+    rates = [add_found({}, Results(searches(record, found)), SCALE)["mnist"]["top-k"]["lr"] for found in (near, far)]
+    assert rates == [2e-3, 5e-3]
+
+
 def test_an_incomplete_search_finds_nothing(record):
     assert add_found({}, Results(searches(record, {1e-3: 0.8, 5e-3: 0.7})), SCALE) == {}
 

@@ -11,7 +11,7 @@ from raytraced.rays import gate_splits
 from raytraced.reproduce.epochs import race
 from raytraced.reproduce.paper import DATA_NAMES
 from raytraced.reproduce.records import Results, spread
-from raytraced.reproduce.search import searched
+from raytraced.reproduce.search import choose_rate, searched
 from raytraced.routing import RoutingNetwork
 
 HOLDS, PARTLY, FAILS, UNKNOWN = "holds", "partly", "does not hold", "not measured"
@@ -195,7 +195,7 @@ def learning_rate(results: Results) -> Claim:
     for (_, label), accuracies in searched(results).items():
         known = {lr: accuracy for lr, accuracy in accuracies.items() if accuracy is not None}
         if len(known) > 1:
-            best.setdefault(label, []).append(max(sorted(known), key=lambda lr: known[lr]))
+            best.setdefault(label, []).append(choose_rate(known))
     ours = [lr for label in ("mre", "mre-paper") for lr in best.get(label, [])]
     theirs = [lr for label, rates in best.items() if label not in ("mre", "mre-paper") for lr in rates]
     if not ours or not theirs:

@@ -1,12 +1,15 @@
 """The learning-rate search: the same grid for every model, judged on validation images, kept in lr.json. Needs no torch."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from raytraced.reproduce.plan import SEARCH_SEED, LearningRates, Scale
 from raytraced.reproduce.records import Results, shorten
 from raytraced.training.files import write_file
+
+TIE = 0.001  # rates whose accuracies differ by less are equal, and of equals the smaller wins: its long runs are steadier
 
 
 def read_rates(path: Path) -> LearningRates:
@@ -28,7 +31,7 @@ def add_found(rates: LearningRates, results: Results, scale: Scale) -> LearningR
         known = {lr: accuracy for lr, accuracy in accuracies.items() if accuracy is not None}
         if not known:
             raise ValueError(f"{label} on {data}: diverged at every learning rate of the search ({scale.grid})")
-        best = max(sorted(known), key=lambda lr: known[lr])  # of equals, the smaller
+        best = choose_rate(known)
         found.setdefault(data, {})[label] = {
             "lr": best,
             "validation": {f"{lr:g}": shorten(accuracies[lr]) for lr in scale.grid},
@@ -36,6 +39,12 @@ def add_found(rates: LearningRates, results: Results, scale: Scale) -> LearningR
             "seed": SEARCH_SEED,
         }
     return found
+
+
+def choose_rate(accuracies: Mapping[float, float]) -> float:
+    """The learning rate that did best; of equals, the smaller."""
+    highest = max(accuracies.values())
+    return min(lr for lr, accuracy in accuracies.items() if accuracy > highest - TIE)
 
 
 def searched(results: Results) -> dict[tuple[str, str], dict[float, float | None]]:

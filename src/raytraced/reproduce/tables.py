@@ -6,7 +6,7 @@ from raytraced.reproduce.claims import load_figures
 from raytraced.reproduce.paper import ACCURACY, DATA_NAMES, NAMES, USE
 from raytraced.reproduce.points import Point, model_points
 from raytraced.reproduce.records import Results, Spread, spread
-from raytraced.reproduce.search import searched
+from raytraced.reproduce.search import choose_rate, searched
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ def search_table(results: Results) -> Table | None:
     rows = []
     for (data, label), accuracies in found.items():
         known = {lr: accuracy for lr, accuracy in accuracies.items() if accuracy is not None}
-        best = max(sorted(known), key=lambda lr: known[lr]) if known else None
+        best = choose_rate(known) if known else None
         cells = [tell_rate(accuracies, lr, lr == best) for lr in rates]
         rows.append([f"{DATA_NAMES.get(data, data)}, {label}", *cells])
-    note = "Validation accuracy in percent after a short run; one seed, which no other run uses. The best is in bold."
+    note = "Validation accuracy in percent after a short run; one seed, which no other run uses. In bold the rate that was taken: the best, or the smallest within 0.1 points of it."
     return Table("Learning-rate search", ["", *(f"{lr:g}" for lr in rates)], rows, note) if rows else None
 
 
