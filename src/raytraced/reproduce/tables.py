@@ -42,7 +42,14 @@ def percent(value: Spread | None) -> str:
 
 def accuracy_table(results: Results) -> Table | None:
     """Table 1."""
-    data_names = [data for data in results.data() if data != "union" and results.of(data, "mre")]
+    ours = ("mre", "mre-paper")
+    data_names = [
+        data
+        for data in results.data()
+        if data != "union"
+        and results.of(data, "mre")
+        and any(results.of(data, one) for one in NAMES if one not in ours)
+    ]
     if not data_names:
         return None
     header = ["model"]
