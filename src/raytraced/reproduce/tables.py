@@ -117,7 +117,10 @@ def search_table(results: Results) -> Table | None:
         best = choose_rate(known) if known else None
         cells = [tell_rate(accuracies, lr, lr == best) for lr in rates]
         rows.append([f"{DATA_NAMES.get(data, data)}, {label}", *cells])
-    note = "Validation accuracy in percent after a short run; one seed, which no other run uses. In bold the rate that was taken: the best, or the smallest within 0.1 points of it."
+    note = (
+        "Validation accuracy in percent after a short run; one seed, which no other run uses. In bold the rate that was "
+        "taken: the best, or the smallest within 0.1 points of it."
+    )
     return Table("Learning-rate search", ["", *(f"{lr:g}" for lr in rates)], rows, note) if rows else None
 
 
