@@ -123,7 +123,7 @@ def write_results(parts: list[str], scale: Scale, wanted: Wanted, folder: Path, 
     from raytraced.reproduce.drawing import save_figures
     from raytraced.reproduce.report import write_report
 
-    save_figures(parts, results, list(wanted or results.data()), folder / "figures", data_root, scale.name == "quick")
+    save_figures(parts, results, list(wanted or scale.data), folder / "figures", data_root, scale.name == "quick")
     write_report(results, scale, folder)
     if "ship" in parts:
         from raytraced.reproduce.ship import ship_all
