@@ -85,6 +85,12 @@ def test_runs_of_several_parts_are_shared(planner):
     assert len(together) == len(frontier)  # it holds the seeds of table 1 too
 
 
+def test_no_two_parts_mean_different_runs_by_one_name(planner):
+    for wanted in (None, tuple(FULL.epochs)):
+        runs = [run for part in PARTS for run in collect_runs([part], planner, wanted)]
+        assert len({run.key for run in runs}) == len({(run.key, run.digest) for run in runs})
+
+
 def test_another_configuration_is_another_run_but_another_folder_is_not(planner):
     (run,) = collect_runs(["fig5"], planner, ("mnist",))
     assert Run(run.group, run.label, replace(run.config, lr=1e-3)).digest != run.digest

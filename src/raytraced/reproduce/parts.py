@@ -88,7 +88,7 @@ def union(planner: Planner, wanted: Wanted) -> list[Run]:
 
 def shipped(planner: Planner, wanted: Wanted) -> list[Run]:
     scale = planner.scale
-    names = tuple(dict.fromkeys((*scale.data, "digits"))) if wanted is None else wanted
+    names = tuple(dict.fromkeys((*scale.data, "digits"))) if wanted is None else paper_data(planner, wanted)
     ours = planner.runs("main", (MRE,), names, scale.num_seeds)
     return [*ours, *planner.runs("main", (MRE_PAPER,), only(("fashion-mnist",), wanted), scale.num_seeds)]
 
