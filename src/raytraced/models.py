@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ImageShape = tuple[int, int, int]
 
 GRID = {"dim": 16, "num_layers": 4, "num_experts": 8}
-# Greedy in training too: more accurate than drawing on validation images at about the same cost (docs/models.md).
+# Greedy in training too: more accurate than drawing on validation images at about the same cost (docs/recipe.md).
 OURS = GRID | {"train_select": "greedy"}
 
 
