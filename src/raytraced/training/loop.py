@@ -65,7 +65,8 @@ def _train(
     model = build_model(config.model, dataset.image_shape, dataset.num_classes, **config.model_options)
     model.to(world.device)
     if config.compile:
-        model.compile()
+        for part in model.children():  # not the whole: the loss on prefixes starts after the input block
+            part.compile()
     objective = Objective(model, config, world.size)
     compute_loss = distribute(objective, world, config.strategy)
     optimizer = optim.build_optimizer(model, config)

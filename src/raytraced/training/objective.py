@@ -36,14 +36,16 @@ class Objective(nn.Module):
     def forward(self, images: Tensor, labels_B: Tensor, rows_B: Tensor, seed: int, num_global: int) -> StepResult:
         """The loss of this process's share of a global batch with num_global samples."""
         config = self.config
-        out = self.run_model(images, rows_B, seed)
+        # the prefix starts from what the input block made for the whole sequence: on colour images that is most of the work
+        start = self.model.input_block(images) if config.anytime_loss else None
+        out = self.run_model(images, rows_B, seed) if start is None else self.run_classify(start, rows_B, seed)
         # sums over the global batch's size, times the number of processes, over which gradients are averaged:
         # the same as the mean in one process, with an uneven last batch too
         share = self.world_size / num_global
         loss_sum = cross_entropy(out.logits, labels_B, reduction="sum", label_smoothing=config.label_smoothing)
         answer_loss = loss_sum
-        if config.anytime_loss:
-            prefix_sum = self.prefix_loss(images, labels_B, rows_B, seed)
+        if start is not None:
+            prefix_sum = self.prefix_loss(start, labels_B, rows_B, seed)
             answer_loss = (1 - config.anytime_loss) * loss_sum + config.anytime_loss * prefix_sum
         loss = answer_loss * share
         if out.loss is not None:
@@ -69,17 +71,25 @@ class Objective(nn.Module):
 
     def run_model(self, images: Tensor, rows_B: Tensor, seed: int, **options: Any) -> Any:
         """The model's output; all draws follow from the seed and the samples' row numbers."""
-        generator = torch.Generator(images.device).manual_seed(seed)
-        return self.model(images, generator=generator, rows=rows_B, **options)
+        return self.model(images, generator=seeded(seed, images), rows=rows_B, **options)
 
-    def prefix_loss(self, images: Tensor, labels_B: Tensor, rows_B: Tensor, seed: int) -> Tensor:
+    def run_classify(self, hidden_BD: Tensor, rows_B: Tensor, seed: int, **options: Any) -> Any:
+        """As run_model, from what the input block made."""
+        return self.model.classify(hidden_BD, generator=seeded(seed, hidden_BD), rows=rows_B, **options)
+
+    def prefix_loss(self, hidden_BD: Tensor, labels_B: Tensor, rows_B: Tensor, seed: int) -> Tensor:
         """The summed cross-entropy of the answers after a few experts; the same seed gives prefixes of the same sequences.
 
         How many is drawn from PREFIXES for each step: an unbiased estimate of their mean, for one more pass.
         """
         num_experts = PREFIXES[step_seed(seed, 1) % len(PREFIXES)]
-        out = self.run_model(images, rows_B, seed, max_experts=num_experts)
+        out = self.run_classify(hidden_BD, rows_B, seed, max_experts=num_experts)
         return cross_entropy(out.logits, labels_B, reduction="sum")
+
+
+def seeded(seed: int, like: Tensor) -> torch.Generator:
+    """A generator where a tensor is."""
+    return torch.Generator(like.device).manual_seed(seed)
 
 
 def step_seed(seed: int, step: int) -> int:
