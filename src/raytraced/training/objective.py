@@ -29,7 +29,7 @@ class Objective(nn.Module):
 
     def __init__(self, model: nn.Module, config: TrainConfig, world_size: int = 1) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model  # its parts too are called
         self.config = config
         self.world_size = world_size
 
