@@ -25,6 +25,10 @@ class Variant:
     tuned_as: str | None = None
     """the label whose learning rate it takes; None: its own"""
 
+    def with_decay(self) -> "Variant":
+        """The same with the weight decay of our recipe."""
+        return replace(self, label=f"{self.label}-decay", training=DECAY, tuned_as=self.tuned_as or self.label)
+
 
 # The paper's models, but every rival gets the residual stream that MRE has: plain MLPs of nine layers hardly train.
 MLP_TOTAL = Variant("mlp-total", "mlp-total", {"stream": "residual"})
@@ -41,12 +45,6 @@ TOP_K_BALANCE = Variant("top-k-balance", "top-k", {"balance": 0.01}, tuned_as="t
 AUX_FREE = Variant("aux-free", "aux-free")
 BALANCE_VARIANTS = (MRE, MRE_PAPER, TOP_K, TOP_K_BALANCE, AUX_FREE)
 
-
-def with_decay(variant: Variant) -> Variant:
-    """A rival with the weight decay of our recipe."""
-    return replace(variant, label=f"{variant.label}-decay", training=DECAY, tuned_as=variant.tuned_as or variant.label)
-
-
 DENSE_VARIANTS = tuple(Variant(f"dense-{blocks}", "dense", {"num_blocks": blocks}) for blocks in (1, 2, 4, 8))
 
 RIVAL_VARIANTS = (
@@ -62,8 +60,8 @@ RIVAL_VARIANTS = (
 )
 
 # Decay is a part of our recipe on the paper's data sets. Strong rivals are run with it too: what it gives them is seen.
-DECAYED_RIVALS = tuple(with_decay(variant) for variant in (TOP_K, THRESHOLD))
-DECAYED_DENSE = with_decay(DENSE_VARIANTS[2])
+DECAYED_RIVALS = (TOP_K.with_decay(), THRESHOLD.with_decay())
+DECAYED_DENSE = DENSE_VARIANTS[2].with_decay()
 
 UNROUTED_VARIANTS = (
     MLP_TOTAL,
