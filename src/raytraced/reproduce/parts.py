@@ -4,9 +4,11 @@ import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from raytraced.reproduce.plan import Planner, Run
+from raytraced.reproduce.plan import DECAYED_DATA, Planner, Run
 from raytraced.reproduce.variants import (
     BALANCE_VARIANTS,
+    DECAYED_DENSE,
+    DECAYED_RIVALS,
     MRE,
     MRE_PAPER,
     PAPER_VARIANTS,
@@ -78,7 +80,9 @@ def init(planner: Planner, wanted: Wanted) -> list[Run]:
 def frontier(planner: Planner, wanted: Wanted) -> list[Run]:
     scale = planner.scale
     names = only(scale.frontier_data, wanted)
-    return planner.runs("main", frontier_variants(scale.dials), names, scale.num_frontier_seeds)
+    runs = planner.runs("main", frontier_variants(scale.dials), names, scale.num_frontier_seeds)
+    undecayed = (name for name in names if name not in DECAYED_DATA)
+    return [*runs, *planner.runs("main", (*DECAYED_RIVALS, DECAYED_DENSE), undecayed, scale.num_frontier_seeds)]
 
 
 def union(planner: Planner, wanted: Wanted) -> list[Run]:

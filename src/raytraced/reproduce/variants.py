@@ -59,7 +59,7 @@ RIVAL_VARIANTS = (
     Variant("chain", "chain"),
 )
 
-# Decay is a part of our recipe on the paper's data sets. Strong rivals are run with it too: what it gives them is seen.
+# Decay is a part of our recipe. Where not everyone has it, strong rivals are run with it too: what it gives them is seen.
 DECAYED_RIVALS = (TOP_K.with_decay(), THRESHOLD.with_decay())
 DECAYED_DENSE = DENSE_VARIANTS[2].with_decay()
 
@@ -87,19 +87,13 @@ def is_ours(label: str) -> bool:
 
 def frontier_variants(dials: tuple[float, ...]) -> tuple[Variant, ...]:
     """All that is drawn in the frontier: ours along the dial, the routed rivals, the others, the controls."""
-    ours = (MRE, *map(with_cost, dials), MRE_PAPER)
-    return (*ours, *RIVAL_VARIANTS, *DECAYED_RIVALS, *UNROUTED_VARIANTS, *DENSE_VARIANTS, DECAYED_DENSE)
+    return (MRE, *map(with_cost, dials), MRE_PAPER, *RIVAL_VARIANTS, *UNROUTED_VARIANTS, *DENSE_VARIANTS)
 
 
 def union_variants(dials: tuple[float, ...]) -> tuple[Variant, ...]:
-    """What meets on the 30-class union: width 64 and 64-wide experts in the same grid, so that capacity matters.
-
-    All with weight decay: at this width everyone gains by it.
-    """
+    """What meets on the 30-class union: width 64 and 64-wide experts in the same grid, so that capacity matters."""
     chosen = (MRE, *map(with_cost, dials), *RIVAL_VARIANTS, *DENSE_VARIANTS)
-    return tuple(
-        replace(variant, options={"dim": 64} | variant.options, training=DECAY | variant.training) for variant in chosen
-    )
+    return tuple(replace(variant, options={"dim": 64} | variant.options) for variant in chosen)
 
 
 def temperature_variants(temperatures: tuple[float, ...]) -> tuple[Variant, ...]:
