@@ -89,6 +89,15 @@ def test_an_unknown_learning_rate_asks_for_its_search_first():
     assert {run.label for run in runs if run.group == "main"} == {"mre-paper"}
 
 
+@pytest.mark.parametrize("scale", [FULL, QUICK], ids=["full", "quick"])
+def test_every_part_can_be_planned_with_no_learning_rate_known(scale):
+    runs = collect_runs(PARTS, Planner(scale, {}), None)
+    searched = {(run.data, run.label.rpartition("-lr-")[0]) for run in runs if run.group == "search"}
+    if scale is FULL:
+        assert {("mnist", "dense-4"), ("union", "dense-8"), ("cifar10", "top-k")} <= searched
+    assert not [label for _, label in searched if label.endswith("-decay")]  # a twin takes its own one's rate
+
+
 def test_the_searchs_seed_is_that_of_no_other_run(planner):
     for run in collect_runs(PARTS, planner, None):
         assert (run.seed == SEARCH_SEED) == (run.group == "search")

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from raytraced.reproduce.plan import DECAYED_DATA, Planner, Run
 from raytraced.reproduce.variants import (
     BALANCE_VARIANTS,
-    DECAYED_DENSE,
-    DECAYED_RIVALS,
+    DECAYED_VARIANTS,
     MRE,
     MRE_PAPER,
     PAPER_VARIANTS,
@@ -79,10 +78,11 @@ def init(planner: Planner, wanted: Wanted) -> list[Run]:
 
 def frontier(planner: Planner, wanted: Wanted) -> list[Run]:
     scale = planner.scale
-    names = only(scale.frontier_data, wanted)
-    runs = planner.runs("main", frontier_variants(scale.dials), names, scale.num_frontier_seeds)
-    undecayed = (name for name in names if name not in DECAYED_DATA)
-    return [*runs, *planner.runs("main", (*DECAYED_RIVALS, DECAYED_DENSE), undecayed, scale.num_frontier_seeds)]
+    runs: list[Run] = []
+    for name in only(scale.frontier_data, wanted):
+        twins = () if name in DECAYED_DATA else DECAYED_VARIANTS
+        runs += planner.runs("main", (*frontier_variants(scale.dials), *twins), (name,), scale.num_frontier_seeds)
+    return runs
 
 
 def union(planner: Planner, wanted: Wanted) -> list[Run]:

@@ -62,6 +62,7 @@ RIVAL_VARIANTS = (
 # Decay is a part of our recipe. Where not everyone has it, strong rivals are run with it too: what it gives them is seen.
 DECAYED_RIVALS = (TOP_K.with_decay(), THRESHOLD.with_decay())
 DECAYED_DENSE = DENSE_VARIANTS[2].with_decay()
+DECAYED_VARIANTS = (*DECAYED_RIVALS, DECAYED_DENSE)
 
 UNROUTED_VARIANTS = (
     MLP_TOTAL,
