@@ -35,20 +35,17 @@ LOOKS = {
     "mre": Look(BLUE, "o"),
     "mre-paper": Look(SKY, "o", "--", False),
     "top-k": Look(ORANGE, "s"),
-    "top-k-decay": Look(ORANGE, "^", "--"),
     "top-1": Look(ORANGE, "v"),
     "top-k-balance": Look(ORANGE, "s", "--", False),
     "aux-free": Look(YELLOW, "D", "-."),
     "threshold": Look(GREEN, "P", "-."),
-    "threshold-decay": Look(GREEN, "X", "--"),
-    "ada-k": Look(PURPLE, "8"),
+    "ada-k": Look(PURPLE, "X"),
     "top-any": Look(PURPLE, "d"),
     "null-experts": Look(PURPLE, "*"),
     "chain": Look(YELLOW, "h", "-", False),
     "multi-exit": Look(GREY, "p", ":", False),
     "mlp-total": Look(PURPLE, "<", ":"),
     "mlp-avg": Look(YELLOW, ">", ":"),
-    "dense-4-decay": Look(GREY, "x", ":"),
 }
 DENSE_LOOK = Look(GREY, "_", ":")
 

@@ -9,7 +9,7 @@ from raytraced.reproduce.figures import add_legend
 from raytraced.reproduce.paper import DATA_NAMES
 from raytraced.reproduce.points import Point, budget_points, model_points
 from raytraced.reproduce.records import Results
-from raytraced.reproduce.variants import DENSE_VARIANTS, is_ours
+from raytraced.reproduce.variants import DENSE_CONTROLS, is_ours
 
 
 def frontier_figure(results: Results, data_names: list[str], quick: bool) -> Figure | None:
@@ -38,8 +38,7 @@ def draw_frontier(axes: Axes, results: Results, data: str) -> None:
     lowest = axes.get_ylim()[0]
     points = [point for point in points if values[point.label] >= lowest]
     ours = sorted((point for point in points if is_ours(point.label)), key=lambda point: point.macs)
-    controls = [variant.label for variant in DENSE_VARIANTS]
-    dense = sorted((point for point in points if point.label in controls), key=lambda point: point.macs)
+    dense = sorted((point for point in points if point.label in DENSE_CONTROLS), key=lambda point: point.macs)
     others = [point for point in points if point not in ours and point not in dense]
     if dense:
         line(axes, dense, common, GREY, ":", "_", "dense, 1 2 4 8 blocks")

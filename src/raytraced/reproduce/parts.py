@@ -4,10 +4,9 @@ import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from raytraced.reproduce.plan import DECAYED_DATA, Planner, Run
+from raytraced.reproduce.plan import Planner, Run
 from raytraced.reproduce.variants import (
     BALANCE_VARIANTS,
-    DECAYED_VARIANTS,
     MRE,
     MRE_PAPER,
     PAPER_VARIANTS,
@@ -78,11 +77,8 @@ def init(planner: Planner, wanted: Wanted) -> list[Run]:
 
 def frontier(planner: Planner, wanted: Wanted) -> list[Run]:
     scale = planner.scale
-    runs: list[Run] = []
-    for name in only(scale.frontier_data, wanted):
-        twins = () if name in DECAYED_DATA else DECAYED_VARIANTS
-        runs += planner.runs("main", (*frontier_variants(scale.dials), *twins), (name,), scale.num_frontier_seeds)
-    return runs
+    names = only(scale.frontier_data, wanted)
+    return planner.runs("main", frontier_variants(scale.dials), names, scale.num_frontier_seeds)
 
 
 def union(planner: Planner, wanted: Wanted) -> list[Run]:

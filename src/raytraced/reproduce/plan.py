@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
 from raytraced.reproduce.variants import PAPER_VARIANTS, Variant
-from raytraced.training.config import DECAY, Preset, TrainConfig, preset_values
+from raytraced.training.config import Preset, TrainConfig, preset_values
 
 Group = Literal["main", "equal-lr", "search", "temperature", "init"]
 
@@ -19,9 +19,6 @@ EPOCH_SECONDS = {"digits": 0.3, "mnist": 1.0, "fashion-mnist": 1.0, "cifar10": 2
 
 # Where two runs may differ without being different runs.
 PRIVATE = ("data_root", "output", "name", "quiet", "device", "threads", "checkpoint_seconds", "checkpoint_steps")
-
-# Where everyone gains by the weight decay of our recipe, and so everyone has it.
-DECAYED_DATA = ("cifar10", "union")
 
 LearningRates = Mapping[str, Mapping[str, Any]]
 """data set → label → {"lr": …, "validation": {lr: accuracy}}, as in lr.json"""
@@ -141,8 +138,7 @@ def configure(variant: Variant, data: str, seed: int, epochs: int, lr: float, **
     # patience that cannot run out: the weights of the epoch with the best validation accuracy are kept, for every model
     shared = {"epochs": epochs, "lr": lr, "seed": seed, "patience": max(1, epochs)}
     rest = {"preset": variant.preset, "device": "cpu", "threads": 1, "quiet": True}
-    decay = DECAY if data in DECAYED_DATA and variant.preset != "paper" else {}
-    values |= decay | variant.training | rest | shared | training
+    values |= variant.training | rest | shared | training
     return TrainConfig(data=data, model=variant.model, model_options=options, **values)
 
 

@@ -55,9 +55,9 @@ def describe(results: Results, scale: Scale) -> dict[str, Any]:
         "search": {"learning rates": list(scale.grid), "epochs": dict(scale.search_epochs)},
         "rule": (
             "The weights of the epoch with the best validation accuracy are kept, for every model; the test images are "
-            "looked at once, when a run has ended. All models get the same epochs, batch size and schedule, and a "
-            "learning-rate search over the same grid; the recipe of the paper has its own rate and no schedule. Weight "
-            "decay is a part of our recipe; everyone has it on CIFAR-10 and the union, elsewhere those whose name says so."
+            "looked at once, when a run has ended. All models get the same epochs, batch size, optimizer, decay and "
+            "schedule, and a learning-rate search over the same grid; the recipe of the paper has its own rate, no decay and "
+            "no schedule."
         ),
         "machine": {"processor": processor(), "cores": os.cpu_count(), "system": platform.system()},
         "versions": results.whole[0].versions if results.whole else {},

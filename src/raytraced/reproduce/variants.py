@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raytraced.training.config import DECAY
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -24,10 +22,6 @@ class Variant:
     """a learning rate that is part of the recipe; None: found by the search"""
     tuned_as: str | None = None
     """the label whose learning rate it takes; None: its own"""
-
-    def with_decay(self) -> "Variant":
-        """The same with the weight decay of our recipe."""
-        return replace(self, label=f"{self.label}-decay", training=DECAY, tuned_as=self.tuned_as or self.label)
 
 
 # The paper's models, but every rival gets the residual stream that MRE has: plain MLPs of nine layers hardly train.
@@ -59,19 +53,14 @@ RIVAL_VARIANTS = (
     Variant("chain", "chain"),
 )
 
-# Decay is a part of our recipe. Where not everyone has it, strong rivals are run with it too: what it gives them is seen.
-DECAYED_RIVALS = (TOP_K.with_decay(), THRESHOLD.with_decay())
-DECAYED_DENSE = DENSE_VARIANTS[2].with_decay()
-DECAYED_VARIANTS = (*DECAYED_RIVALS, DECAYED_DENSE)
-
 UNROUTED_VARIANTS = (
     MLP_TOTAL,
     MLP_AVG,
     Variant("multi-exit", "multi-exit", {"stream": "residual"}),
 )
 
-ROUTED_RIVALS = tuple(variant.label for variant in (*RIVAL_VARIANTS, *DECAYED_RIVALS))
-DENSE_CONTROLS = tuple(variant.label for variant in (*DENSE_VARIANTS, DECAYED_DENSE))
+ROUTED_RIVALS = tuple(variant.label for variant in RIVAL_VARIANTS)
+DENSE_CONTROLS = tuple(variant.label for variant in DENSE_VARIANTS)
 NO_RIVALS = ("mre-paper", *DENSE_CONTROLS)
 """labels that are neither ours nor a rival: the text as written, and the controls"""
 
