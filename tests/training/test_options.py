@@ -133,6 +133,12 @@ def test_cost_dial_uses_fewer_experts(train_with):
     assert dear < free - 0.5
 
 
+def test_anytime_loss_is_refused_where_there_is_no_sequence(train_with, tmp_path):
+    with pytest.raises(ValueError, match=r"anytime_loss=0\.3: model 'top-k' does not answer along a sequence"):
+        train_with(model="top-k", anytime_loss=0.3, output=str(tmp_path / "runs"))
+    assert not (tmp_path / "runs").exists()  # refused before anything is written
+
+
 def test_cost_dial_is_refused_where_it_cannot_work(train_with):
     with pytest.raises(ValueError, match=r"expert_cost=0\.1: model 'top-k' cannot learn to use fewer experts"):
         train_with(model="top-k", expert_cost=0.1)

@@ -9,9 +9,8 @@ from raytraced.reproduce.plan import SEARCH_SEED, LearningRates, Scale
 from raytraced.reproduce.records import Results, shorten
 from raytraced.training.files import write_file
 
-TIE = (
-    0.001  # rates whose accuracies differ by less are equal, and of equals the smaller wins: its long runs are steadier
-)
+# Rates whose accuracies differ by less are equal, and of equals the smaller wins: its long runs are steadier.
+TIE = 0.001
 
 
 def read_rates(path: Path) -> LearningRates:

@@ -29,6 +29,10 @@ class Objective(nn.Module):
 
     def __init__(self, model: nn.Module, config: TrainConfig, world_size: int = 1) -> None:
         super().__init__()
+        if config.anytime_loss and not hasattr(model, "classify"):
+            raise ValueError(
+                f"anytime_loss={config.anytime_loss}: model {config.model!r} does not answer along a sequence; leave it at 0"
+            )
         self.model: Any = model  # its parts too are called
         self.config = config
         self.world_size = world_size
