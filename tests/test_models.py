@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from raytraced.classifier import Output
-from raytraced.models import MODELS, build_model, check_model_name, option_types, parameter_group
+from raytraced.models import MODELS, build_model, check_model_name, complete_options, option_types, parameter_group
 
 # Design 2: input block 784→16 = 12,560, an expert 3·272 = 816, an output layer 170, a gate 16→8 = 136.
 BASE = 12_560 + 32 * 816 + 170
@@ -214,6 +215,25 @@ def test_options_of_a_model_include_those_of_the_grid():
     assert list(option_types(TopKExperts)) == [
         *("dim", "num_layers", "num_experts", "expert", "stream", "k", "balance"),
     ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_complete_options_is_the_same_whatever_the_defaults_become(name, monkeypatch):
+    def answer(**options):
+        torch.manual_seed(0)
+        model = build_model(name, (1, 4, 4), 3, **options).eval()
+        return model(torch.randn(20, 1, 4, 4)).logits, model.layer.stream
+
+    grid = {"num_blocks": 2} if name == "dense" else {"num_layers": 2}
+    options = complete_options(name, grid)
+    expected, stream = answer(**grid)
+    assert stream == options["stream"]
+    other = "last" if stream == "residual" else "residual"
+    monkeypatch.setitem(MODELS, name, replace(MODELS[name], defaults=MODELS[name].defaults | {"stream": other}))
+    assert answer(**grid)[1] == other
+    found, stream = answer(**options)
+    assert stream == options["stream"]
+    assert torch.equal(found, expected)
 
 
 def test_names_can_be_checked_without_torch():

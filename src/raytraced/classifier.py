@@ -127,16 +127,6 @@ PRESETS = {
     "tiny": Preset((1, 8, 8), 10, 8, 2, 3),
 }
 
-# The options of the layer with which the text of the paper is taken as written (design choices left open there: τ = 20).
-AS_IN_PAPER: dict[str, Any] = {
-    "stream": "last",
-    "weighting": "unit",
-    "mask_gradient": "all",
-    "estimator": "gumbel",
-    "temperature": 20.0,
-    "train_select": "sample",
-}
-
 
 def preset(name: str, **layer_options: Any) -> RaytracedClassifier:
     """A model of the paper's sizes ("paper-mnist", "paper-fashion-mnist", "paper-cifar10") or smaller ("digits", "tiny")."""

@@ -19,101 +19,57 @@ ImageShape = tuple[int, int, int]
 GRID = {"dim": 16, "num_layers": 4, "num_experts": 8}
 # Greedy in training too, outputs weighted by rates: the most accurate at its cost on validation images (docs/recipe.md).
 OURS = GRID | {"train_select": "greedy", "weighting": "rates"}
+# The text of the paper taken as written (what it leaves open: τ = 20).
+PAPER = GRID | {
+    "stream": "last",
+    "weighting": "unit",
+    "mask_gradient": "all",
+    "estimator": "gumbel",
+    "temperature": 20.0,
+    "train_select": "sample",
+}
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """How a model is built, where it comes from, and whether it adapts its compute and answers along the way."""
+    """What a model is made of, where it comes from, and whether it adapts its compute and answers along the way."""
 
-    build: Callable[..., "nn.Module"]
-    reference: str  # in full in docs/models.md
+    layer: str
+    """ "module:Class" of the layer between input block and output layer; its arguments are the model's options"""
+    defaults: dict[str, Any]
+    """options where they differ from the class's own"""
+    reference: str
+    """in full in docs/models.md"""
     adaptive: bool
     anytime: bool
+    classifier: str | None = "classifier:RoutedClassifier"
+    """what holds the three together; None: the class above is a whole model that takes its input block"""
+
+    def hidden(self) -> tuple[str, ...]:
+        """Arguments that are no options: they follow from the images and classes."""
+        return ("input_block", "num_classes") if self.classifier is None else ()
 
 
-def routed(
-    layer_path: str, defaults: dict[str, Any], classifier_path: str = "classifier:RoutedClassifier"
-) -> Callable[..., "nn.Module"]:
-    """A builder: input block, the layer "module:Class" with its options, output layer."""
+RAYTRACED, RAYTRACED_CLASSIFIER = "layer:RaytracedExperts", "classifier:RaytracedClassifier"
+MLP_LAYERS, ADA_K = "baselines.mlp:MLPLayers", "baselines.ada_k:AdaKExperts"
 
-    def build(name: str, image_shape: ImageShape, num_classes: int, **given: Any) -> "nn.Module":
-        from raytraced.classifier import input_block
-
-        layer_class = _import(layer_path)
-        check_options(name, given, layer_class)
-        layer = layer_class(**defaults | given)
-        model: nn.Module = _import(classifier_path)(input_block(image_shape, layer.dim), layer, num_classes)
-        return model
-
-    return build
-
-
-def _mre_paper(name: str, image_shape: ImageShape, num_classes: int, **given: Any) -> "nn.Module":
-    from raytraced.classifier import AS_IN_PAPER
-
-    build = routed("layer:RaytracedExperts", GRID | AS_IN_PAPER, "classifier:RaytracedClassifier")
-    return build(name, image_shape, num_classes, **given)
-
-
-def _multi_exit(name: str, image_shape: ImageShape, num_classes: int, **given: Any) -> "nn.Module":
-    from raytraced.baselines.multi_exit import MultiExitClassifier
-    from raytraced.classifier import input_block
-
-    check_options(name, given, MultiExitClassifier, hidden=("input_block", "num_classes"))
-    options = {"dim": 36, "num_layers": 8} | given
-    return MultiExitClassifier(input_block(image_shape, options["dim"]), num_classes=num_classes, **options)
-
-
+# layer, defaults, reference, adaptive, anytime, classifier
 MODELS = {
-    "mre": ModelInfo(
-        routed("layer:RaytracedExperts", OURS, "classifier:RaytracedClassifier"),
-        "Perin 2025, ours",
-        adaptive=True,
-        anytime=True,
+    "mre": ModelInfo(RAYTRACED, OURS, "Perin 2025, ours", True, True, RAYTRACED_CLASSIFIER),
+    "mre-paper": ModelInfo(RAYTRACED, PAPER, "Perin 2025", True, True, RAYTRACED_CLASSIFIER),
+    "top-k": ModelInfo("baselines.top_k:TopKExperts", GRID, "Shazeer 2017", False, False),
+    "threshold": ModelInfo("baselines.threshold:ThresholdExperts", GRID, "Huang 2024", True, False),
+    "mlp-total": ModelInfo(MLP_LAYERS, {"dim": 36, "num_layers": 8}, "plain, MRE's size", False, False),
+    "mlp-avg": ModelInfo(MLP_LAYERS, {"dim": 24, "num_layers": 8}, "plain, MRE's use", False, False),
+    "ada-k": ModelInfo(ADA_K, GRID, "Yue 2025", True, False, "baselines.ada_k:AdaKClassifier"),
+    "dense": ModelInfo("baselines.dense:DenseBlocks", {"dim": 16, "num_blocks": 4}, "no routing", False, False),
+    "aux-free": ModelInfo("baselines.aux_free:AuxFreeExperts", GRID, "Wang 2024", False, False),
+    "top-any": ModelInfo("baselines.top_any:TopAnyExperts", GRID, "Guo 2024, DynMoE", True, False),
+    "null-experts": ModelInfo("baselines.null_experts:NullExpertsLayer", GRID, "Zeng 2024, AdaMoE", True, False),
+    "chain": ModelInfo("baselines.chain:ChainOfExperts", GRID, "Wang 2025, CoE", False, False),
+    "multi-exit": ModelInfo(
+        "baselines.multi_exit:MultiExitClassifier", {"dim": 36, "num_layers": 8}, "BranchyNet 2016", True, True, None
     ),
-    "mre-paper": ModelInfo(_mre_paper, "Perin 2025", adaptive=True, anytime=True),
-    "top-k": ModelInfo(routed("baselines.top_k:TopKExperts", GRID), "Shazeer 2017", adaptive=False, anytime=False),
-    "threshold": ModelInfo(
-        routed("baselines.threshold:ThresholdExperts", GRID), "Huang 2024", adaptive=True, anytime=False
-    ),
-    "mlp-total": ModelInfo(
-        routed("baselines.mlp:MLPLayers", {"dim": 36, "num_layers": 8}),
-        "plain, MRE's size",
-        adaptive=False,
-        anytime=False,
-    ),
-    "mlp-avg": ModelInfo(
-        routed("baselines.mlp:MLPLayers", {"dim": 24, "num_layers": 8}),
-        "plain, MRE's use",
-        adaptive=False,
-        anytime=False,
-    ),
-    "ada-k": ModelInfo(
-        routed("baselines.ada_k:AdaKExperts", GRID, "baselines.ada_k:AdaKClassifier"),
-        "Yue 2025",
-        adaptive=True,
-        anytime=False,
-    ),
-    "dense": ModelInfo(
-        routed("baselines.dense:DenseBlocks", {"dim": 16, "num_blocks": 4}),
-        "no routing",
-        adaptive=False,
-        anytime=False,
-    ),
-    "aux-free": ModelInfo(
-        routed("baselines.aux_free:AuxFreeExperts", GRID), "Wang 2024", adaptive=False, anytime=False
-    ),
-    "top-any": ModelInfo(
-        routed("baselines.top_any:TopAnyExperts", GRID), "Guo 2024, DynMoE", adaptive=True, anytime=False
-    ),
-    "null-experts": ModelInfo(
-        routed("baselines.null_experts:NullExpertsLayer", GRID),
-        "Zeng 2024, AdaMoE",
-        adaptive=True,
-        anytime=False,
-    ),
-    "chain": ModelInfo(routed("baselines.chain:ChainOfExperts", GRID), "Wang 2025, CoE", adaptive=False, anytime=False),
-    "multi-exit": ModelInfo(_multi_exit, "BranchyNet 2016", adaptive=True, anytime=True),
 }
 
 
@@ -128,7 +84,26 @@ def build_model(name: str, image_shape: ImageShape, num_classes: int, **options:
     check_model_name(name)
     if len(image_shape) != 3 or min(image_shape) < 1:
         raise ValueError(f"image_shape={tuple(image_shape)}: must be three positive numbers (channels, height, width)")
-    return MODELS[name].build(name, image_shape, num_classes, **options)
+    from raytraced.classifier import input_block
+
+    info = MODELS[name]
+    made = _import(info.layer)
+    check_options(name, options, made, info.hidden())
+    options = info.defaults | options
+    if info.classifier is None:
+        whole: nn.Module = made(input_block(image_shape, options["dim"]), num_classes=num_classes, **options)
+        return whole
+    layer = made(**options)
+    model: nn.Module = _import(info.classifier)(input_block(image_shape, layer.dim), layer, num_classes)
+    return model
+
+
+def complete_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """All options of a model, defaults spelled out: built with them, it stays the same when defaults change."""
+    info = MODELS[name]
+    arguments = _arguments(_import(info.layer), info.hidden())
+    own = {key: each.default for key, each in arguments.items() if each.default is not each.empty}
+    return own | info.defaults | given
 
 
 def parameter_group(name: str) -> Literal["routing", "experts", "rest"]:
@@ -149,13 +124,18 @@ def check_options(model: str, options: dict[str, Any], layer_class: type, hidden
 
 
 def option_types(layer_class: type, hidden: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The options of a class by name: its own arguments and, if it takes more than it names, those of its base."""
-    parameters = inspect.signature(layer_class).parameters.values()
-    types = {each.name: each.annotation for each in parameters if each.kind is not each.VAR_KEYWORD}
-    if len(types) < len(parameters):
+    """The options of a class by name, and what kind of value each takes."""
+    return {name: each.annotation for name, each in _arguments(layer_class, hidden).items()}
+
+
+def _arguments(layer_class: type, hidden: tuple[str, ...]) -> dict[str, inspect.Parameter]:
+    """A class's own arguments and, if it takes more than it names, those of its base."""
+    parameters = inspect.signature(layer_class).parameters
+    named = {name: each for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD}
+    if len(named) < len(parameters):
         # What a base offers to the classes made of it only: each names what it hands on to its users.
-        types = option_types(inspect.getmro(layer_class)[1], hidden=("num_outlets", "num_rounds")) | types
-    return {key: kind for key, kind in types.items() if key not in hidden}
+        named = _arguments(inspect.getmro(layer_class)[1], hidden=("num_outlets", "num_rounds")) | named
+    return {name: each for name, each in named.items() if name not in hidden}
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from raytraced import data
-from raytraced.models import MODELS, build_model
+from raytraced.models import MODELS, build_model, complete_options
 from raytraced.saving import ModelCard, load_with_card, save_model
 from raytraced.training import optim
 from raytraced.training.checkpoint import newest_checkpoint
@@ -180,7 +180,7 @@ def make_card(config: TrainConfig, dataset: data.Dataset) -> ModelCard:
         model=config.model,
         image_shape=dataset.image_shape,
         num_classes=dataset.num_classes,
-        options=dict(config.model_options),
+        options=complete_options(config.model, config.model_options),
         data=dataset.name,
         class_names=dataset.class_names,
         mean=dataset.mean,
