@@ -98,6 +98,7 @@ class RaytracedExperts(nn.Module):
         stop: Stop = "drawn",
         train_select: Select = "sample",
         scale_init: bool = True,
+        reach: float = 0.0,
         execution: Execution = "auto",
     ) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ class RaytracedExperts(nn.Module):
         self.execution = execution
         self.dim, self.stream, self.weighting, self.mask_gradient = dim, stream, weighting, mask_gradient
         self.estimator, self.temperature, self.stop, self.train_select = estimator, temperature, stop, train_select
-        self.routing = RoutingNetwork(num_layers, num_experts, scale_init=scale_init)
+        self.routing = RoutingNetwork(num_layers, num_experts, scale_init=scale_init, reach=reach)
         self.gate = nn.Linear(dim, num_experts)
         self.experts = (
             MLPExperts(num_layers, num_experts, dim, hidden, num_hidden)

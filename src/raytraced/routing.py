@@ -4,6 +4,7 @@ Axes: B batch, L layers, N experts a layer, O = N + 1 outlets of a gate (the nex
 K inputs of a node (1 in the first layer, N below).
 """
 
+from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -23,12 +24,14 @@ class RoutingNetwork(nn.Module):
     gate_first: nn.Parameter | None
     gate_inner: nn.Parameter | None
 
-    def __init__(self, num_layers: int, num_experts: int, *, scale_init: bool = True) -> None:
+    def __init__(self, num_layers: int, num_experts: int, *, scale_init: bool = True, reach: float = 0.0) -> None:
         super().__init__()
+        if not isfinite(reach):
+            raise ValueError(f"reach={reach}: must be finite; the paper has 0")
         for name, value in (("num_layers", num_layers), ("num_experts", num_experts)):
             if value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
-        self.num_layers, self.num_experts, self.scale_init = num_layers, num_experts, scale_init
+        self.num_layers, self.num_experts, self.scale_init, self.reach = num_layers, num_experts, scale_init, reach
         N, O = num_experts, num_experts + 1
         # The last layer has no gates: its nodes send all they have to the output node.
         self.gate_first = nn.Parameter(torch.empty(N, O)) if num_layers > 1 else None
@@ -36,10 +39,17 @@ class RoutingNetwork(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw W ~ Normal(0, N + 1), so that the gates' logits start at about unit variance (the paper's appendix A)."""
+        """Draw W ~ Normal(0, N + 1), so that the gates' logits start at about unit variance (the paper's appendix A).
+
+        Weights towards the output node start lower by `reach`. Fresh gates send every outlet about the same, and the output
+        node collects its share from all of them: greedily, it is chosen before deep nodes, which then never learn.
+        """
         std = (self.num_experts + 1) ** 0.5 if self.scale_init else 1.0
         for weight in self.parameters():
             nn.init.normal_(weight, std=std)
+        with torch.no_grad():
+            for layer in range(self.num_layers - 1):
+                self.gate_weight(layer)[:, -1] -= self.reach
 
     @property
     def num_nodes(self) -> int:

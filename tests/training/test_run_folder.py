@@ -57,7 +57,7 @@ def test_loaded_model_answers_as_the_summary_says(finished, capsys):
     model = raytraced.load(finished.path)
     card = load_with_card(finished.path)[1]
     assert "weighting" not in finished.config.model_options
-    assert card.options["weighting"] == "rates"  # a default, written down: it may be another one some day
+    assert card.options["weighting"] == "rates-to-one"  # a default, written down: it may be another one some day
     pixels = torch.from_numpy(np.load(finished.config.data)["x_test"])[:, None] / 255
     labels = torch.from_numpy(np.load(finished.config.data)["y_test"])
     logits = model((pixels - card.mean[0]) / card.std[0]).logits

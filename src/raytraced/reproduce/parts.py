@@ -83,7 +83,9 @@ def frontier(planner: Planner, wanted: Wanted) -> list[Run]:
 
 def union(planner: Planner, wanted: Wanted) -> list[Run]:
     scale = planner.scale
-    return planner.runs("main", union_variants(scale.dials), only(scale.union_data, wanted), scale.num_frontier_seeds)
+    return planner.runs(
+        "main", union_variants(scale.union_dials), only(scale.union_data, wanted), scale.num_frontier_seeds
+    )
 
 
 def shipped(planner: Planner, wanted: Wanted) -> list[Run]:

@@ -44,6 +44,8 @@ class Scale:
     """the learning rate of everyone in place of a search"""
     dials: tuple[float, ...]
     """settings of MRE's cost dial, besides 0"""
+    union_dials: tuple[float, ...]
+    """those on the union, whose wide experts are worth more"""
     temperatures: tuple[float, ...]
     probe_data: str
     """the data set on which temperature and initialisation are varied"""
@@ -64,6 +66,7 @@ FULL = Scale(
     grid=(5e-4, 1e-3, 2e-3, 5e-3, 1e-2),
     fixed_lr=None,
     dials=(0.0003, 0.001, 0.003),
+    union_dials=(0.003, 0.01, 0.03, 0.1),
     temperatures=(1.0, 10.0, 20.0, 50.0),
     probe_data="fashion-mnist",
     probe_epochs=15,
@@ -82,6 +85,7 @@ QUICK = Scale(
     grid=(1e-3, 5e-3),
     fixed_lr=5e-3,
     dials=(0.03,),
+    union_dials=(),
     temperatures=(10.0, 50.0),
     probe_data="digits",
     probe_epochs=6,

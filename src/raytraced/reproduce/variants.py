@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from raytraced.models import GRID, OURS
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -29,7 +31,9 @@ MLP_TOTAL = Variant("mlp-total", "mlp-total", {"stream": "residual"})
 MLP_AVG = Variant("mlp-avg", "mlp-avg", {"stream": "residual"})
 TOP_K = Variant("top-k", "top-k")
 THRESHOLD = Variant("threshold", "threshold")
-MRE = Variant("mre", "mre")
+# Our recipe said in full: a run of another one is another run.
+RECIPE = {name: value for name, value in OURS.items() if name not in GRID}
+MRE = Variant("mre", "mre", RECIPE)
 # The text as written: its own learning rate, which is not searched for, and no schedule.
 MRE_PAPER = Variant("mre-paper", "mre-paper", preset="paper", lr=5e-3)
 
@@ -67,7 +71,12 @@ NO_RIVALS = ("mre-paper", *DENSE_CONTROLS)
 
 def with_cost(cost: float) -> Variant:
     """Ours with the cost dial turned to `cost`."""
-    return Variant(f"mre-cost-{cost:g}", "mre", training={"expert_cost": cost}, tuned_as="mre")
+    return replace(MRE, label=f"mre-cost-{cost:g}", training={"expert_cost": cost}, tuned_as="mre")
+
+
+def tuned_mre(label: str, options: dict[str, Any]) -> Variant:
+    """Ours with some options changed, at its own learning rate."""
+    return replace(MRE, label=label, options=RECIPE | options, tuned_as="mre")
 
 
 def is_ours(label: str) -> bool:
@@ -91,16 +100,12 @@ def temperature_variants(temperatures: tuple[float, ...]) -> tuple[Variant, ...]
     written = (
         replace(MRE_PAPER, label=f"mre-paper-tau-{value:g}", options={"temperature": value}) for value in temperatures
     )
-    ours = (
-        Variant(f"mre-tau-{value:g}", "mre", {"estimator": "gumbel", "temperature": value}, tuned_as="mre")
-        for value in temperatures
-    )
+    ours = (tuned_mre(f"mre-tau-{value:g}", {"estimator": "gumbel", "temperature": value}) for value in temperatures)
     return (*written, *ours)
 
 
 def init_variants() -> tuple[Variant, ...]:
     """Routing weights drawn with the paper's scaling of the initialisation, and without."""
     return tuple(
-        Variant(f"mre-init-{name}", "mre", {"scale_init": scaled}, tuned_as="mre")
-        for name, scaled in (("scaled", True), ("plain", False))
+        tuned_mre(f"mre-init-{name}", {"scale_init": scaled}) for name, scaled in (("scaled", True), ("plain", False))
     )
