@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytraced import RoutingNetwork, preset, rays
+from raytraced import RoutingNetwork, activation_sequence, preset, rays
 from reference import rates_of_one
 
 
@@ -96,6 +96,30 @@ def test_scaling_makes_the_routing_more_heterogeneous():
     assert entropy(True) < entropy(False)
 
 
+def test_reach_lowers_the_weights_towards_the_output_node_alone():
+    def make(reach):
+        torch.manual_seed(0)
+        return RoutingNetwork(4, 8, reach=reach)
+
+    near, far = make(0.0), make(10.0)
+    for layer in range(3):
+        assert torch.equal(far.gate_weight(layer)[:, :-1], near.gate_weight(layer)[:, :-1])
+        assert torch.allclose(far.gate_weight(layer)[:, -1], near.gate_weight(layer)[:, -1] - 10)
+
+
+def test_fresh_greedy_sequences_come_to_deep_layers_with_reach_and_not_without():
+    def used_by_layer(reach):
+        torch.manual_seed(0)
+        routing = RoutingNetwork(4, 8, reach=reach)
+        active = activation_sequence(routing, torch.randn(500, 8).softmax(-1), select="greedy").active
+        return active.mean(0).sum(-1)
+
+    near, far = used_by_layer(0.0), used_by_layer(10.0)
+    assert near[2:].sum() < 0.5
+    assert far[2] > 3
+    assert far.sum() > near.sum()
+
+
 def test_rates_stay_in_float32_for_entries_of_half_precision():
     routing = RoutingNetwork(3, 4).bfloat16()
     rates = routing(torch.randn(5, 4).softmax(-1).bfloat16(), torch.ones(5, 3, 4).bfloat16())
@@ -108,6 +132,7 @@ def test_rates_stay_in_float32_for_entries_of_half_precision():
     [
         (lambda: RoutingNetwork(0, 8), "num_layers=0: must be at least 1"),
         (lambda: RoutingNetwork(4, -2), "num_experts=-2: must be at least 1"),
+        (lambda: RoutingNetwork(4, 2, reach=float("nan")), "reach=nan: must be finite"),
         (lambda: RoutingNetwork(2, 3)(torch.ones(5, 4), torch.ones(5, 2, 4)), r"entry has shape \(5, 4\): must be \(batch, 3\)"),
         (lambda: RoutingNetwork(2, 3)(torch.ones(5, 3), torch.ones(5, 3, 2)), r"active has shape \(5, 3, 2\): must be \(5, 2, 3\)"),
         (lambda: rays.simulate(RoutingNetwork(2, 3), torch.ones(5, 3), torch.ones(5, 2, 3), 0), "num_rays=0: must be at least 1"),
