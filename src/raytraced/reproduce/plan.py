@@ -40,6 +40,8 @@ class Scale:
     search_data: tuple[str, ...]
     grid: tuple[float, ...]
     """learning rates that the search tries, the same for every model"""
+    union_grid: tuple[float, ...]
+    """those on the union, where a short run favours too large ones: fewer, each for as long as a run"""
     fixed_lr: float | None
     """the learning rate of everyone in place of a search"""
     dials: tuple[float, ...]
@@ -53,6 +55,10 @@ class Scale:
     frontier_data: tuple[str, ...]
     union_data: tuple[str, ...] = ("union",)
 
+    def grid_of(self, data: str) -> tuple[float, ...]:
+        """The learning rates that the search tries on a data set."""
+        return self.union_grid if data == "union" else self.grid
+
 
 FULL = Scale(
     name="full",
@@ -61,12 +67,13 @@ FULL = Scale(
     num_equal_seeds=1,
     num_frontier_seeds=5,
     epochs={"digits": 60, "mnist": 25, "fashion-mnist": 25, "cifar10": 25, "union": 6},
-    search_epochs={"digits": 20, "mnist": 8, "fashion-mnist": 8, "cifar10": 5, "union": 1},
+    search_epochs={"digits": 20, "mnist": 8, "fashion-mnist": 8, "cifar10": 5, "union": 6},
     search_data=("mnist", "fashion-mnist", "cifar10"),
     grid=(5e-4, 1e-3, 2e-3, 5e-3, 1e-2),
+    union_grid=(1e-3, 2e-3, 5e-3),
     fixed_lr=None,
     dials=(0.0003, 0.001, 0.003),
-    union_dials=(0.003, 0.01, 0.03, 0.1),
+    union_dials=(0.003, 0.03),
     temperatures=(1.0, 10.0, 20.0, 50.0),
     probe_data="fashion-mnist",
     probe_epochs=15,
@@ -83,6 +90,7 @@ QUICK = Scale(
     search_epochs={"digits": 3, "mnist": 1, "fashion-mnist": 1, "cifar10": 1, "union": 1},
     search_data=("digits",),
     grid=(1e-3, 5e-3),
+    union_grid=(1e-3, 5e-3),
     fixed_lr=5e-3,
     dials=(0.03,),
     union_dials=(),
@@ -189,7 +197,7 @@ class Planner:
         epochs = self.scale.search_epochs[data]
         return [
             Run("search", f"{variant.label}-lr-{lr:g}", configure(variant, data, SEARCH_SEED, epochs, lr))
-            for lr in self.scale.grid
+            for lr in self.scale.grid_of(data)
         ]
 
     def equal_lr(self, data_names: Iterable[str]) -> list[Run]:

@@ -52,7 +52,10 @@ def describe(results: Results, scale: Scale) -> dict[str, Any]:
         "diverged": [record.key for record in results.all if record.error],
         "training": clock(sum(record.seconds for record in results.whole)) + " on one core",
         "epochs": dict(scale.epochs),
-        "search": {"learning rates": list(scale.grid), "epochs": dict(scale.search_epochs)},
+        "search": {
+            "learning rates": {"union": list(scale.union_grid), "others": list(scale.grid)},
+            "epochs": dict(scale.search_epochs),
+        },
         "rule": (
             "The weights of the epoch with the best validation accuracy are kept, for every model; the test images are "
             "looked at once, when a run has ended. All models get the same epochs, batch size, optimizer, decay and "

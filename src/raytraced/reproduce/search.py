@@ -27,15 +27,16 @@ def add_found(rates: LearningRates, results: Results, scale: Scale) -> LearningR
     """The rates, with those of every search that is complete; a run that diverged has no accuracy, and loses."""
     found: dict[str, dict[str, Any]] = {data: dict(labels) for data, labels in rates.items()}
     for (data, label), accuracies in searched(results).items():
-        if set(accuracies) != set(scale.grid):
+        grid = scale.grid_of(data)
+        if set(accuracies) != set(grid):
             continue
         known = {lr: accuracy for lr, accuracy in accuracies.items() if accuracy is not None}
         if not known:
-            raise ValueError(f"{label} on {data}: diverged at every learning rate of the search ({scale.grid})")
+            raise ValueError(f"{label} on {data}: diverged at every learning rate of the search ({grid})")
         best = choose_rate(known)
         found.setdefault(data, {})[label] = {
             "lr": best,
-            "validation": {f"{lr:g}": shorten(accuracies[lr]) for lr in scale.grid},
+            "validation": {f"{lr:g}": shorten(accuracies[lr]) for lr in grid},
             "epochs": scale.search_epochs[data],
             "seed": SEARCH_SEED,
         }
