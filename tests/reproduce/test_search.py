@@ -33,8 +33,23 @@ def test_of_equals_the_smaller_wins_and_a_diverged_run_loses(record):
 
 def test_rates_within_a_tenth_of_a_point_are_equal(record):
     near, far = {1e-3: 0.8, 2e-3: 0.9, 5e-3: 0.9009}, {1e-3: 0.8, 2e-3: 0.9, 5e-3: 0.9011}
-    rates = [add_found({}, Results(searches(record, found)), SCALE)["mnist"]["top-k"]["lr"] for found in (near, far)]
-    assert rates == [2e-3, 5e-3]
+    at_the_edge = {
+        1e-3: 0.8,
+        2e-3: 0.9705,
+        5e-3: 0.9715,
+    }  # 6 of 6,000 images; 0.9715 - 0.001 > 0.9705 in floating point
+    rates = [
+        add_found({}, Results(searches(record, found)), SCALE)["mnist"]["top-k"]["lr"]
+        for found in (near, far, at_the_edge)
+    ]
+    assert rates == [2e-3, 5e-3, 2e-3]
+
+
+def test_the_union_has_a_grid_of_its_own(record):
+    scale = replace(SCALE, union_grid=(1e-3, 5e-3))
+    runs = searches(record, {1e-3: 0.8, 5e-3: 0.7}, data="union")
+    assert add_found({}, Results(runs), scale)["union"]["top-k"]["lr"] == 1e-3
+    assert add_found({}, Results(runs), replace(scale, union_grid=(1e-3, 2e-3, 5e-3))) == {}
 
 
 def test_an_incomplete_search_finds_nothing(record):

@@ -9,8 +9,9 @@ from raytraced.reproduce.plan import SEARCH_SEED, LearningRates, Scale
 from raytraced.reproduce.records import Results, shorten
 from raytraced.training.files import write_file
 
-# Rates whose accuracies differ by less are equal, and of equals the smaller wins: its long runs are steadier.
+# Rates whose accuracies differ by no more are equal, and of equals the smaller wins: its long runs are steadier.
 TIE = 0.001
+ROUNDING = 1e-9  # 6 of 6,000 images are exactly a tie
 
 
 def read_rates(path: Path) -> LearningRates:
@@ -46,7 +47,7 @@ def add_found(rates: LearningRates, results: Results, scale: Scale) -> LearningR
 def choose_rate(accuracies: Mapping[float, float]) -> float:
     """The learning rate that did best; of equals, the smaller."""
     highest = max(accuracies.values())
-    return min(lr for lr, accuracy in accuracies.items() if accuracy > highest - TIE)
+    return min(lr for lr, accuracy in accuracies.items() if accuracy >= highest - TIE - ROUNDING)
 
 
 def searched(results: Results) -> dict[tuple[str, str], dict[float, float | None]]:
