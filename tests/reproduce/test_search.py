@@ -37,7 +37,7 @@ def test_rates_within_a_tenth_of_a_point_are_equal(record):
         1e-3: 0.8,
         2e-3: 0.9705,
         5e-3: 0.9715,
-    }  # 6 of 6,000 images; 0.9715 - 0.001 > 0.9705 in floating point
+    }  # 6 of 6,000 images
     rates = [
         add_found({}, Results(searches(record, found)), SCALE)["mnist"]["top-k"]["lr"]
         for found in (near, far, at_the_edge)
