@@ -18,14 +18,22 @@ def test_what_was_not_run_is_not_measured():
     ("accuracy", "experts", "reached"), [(0.9691, 3.9, True), (0.9689, 3.9, False), (0.98, 4.1, False)]
 )
 def test_bar_1_asks_for_accuracy_and_few_experts(record, accuracy, experts, reached):
-    assert bar("1", record(accuracy=accuracy, experts=experts)).reached is reached
+    assert bar("1", record(accuracy=accuracy, experts=experts, prefixes=[0.1])).reached is reached
+
+
+def test_bar_1_takes_a_budget_of_four_and_not_of_five(record):
+    def reached(prefixes):
+        return bar("1", record(accuracy=0.98, experts=9.0, prefixes=prefixes)).reached
+
+    assert reached([0.1, 0.9, 0.9, 0.9, 0.97, 0.98]) is True
+    assert reached([0.1, 0.9, 0.9, 0.9, 0.96, 0.98]) is False
 
 
 def test_bar_1_takes_the_setting_of_the_dial_that_validation_prefers_among_the_frugal(record):
     records = [
-        record(label="mre", experts=9.0, validation=0.99, accuracy=0.99),
-        record(label="mre-cost-0.01", experts=3.0, validation=0.97, accuracy=0.96),
-        record(label="mre-cost-0.1", experts=2.0, validation=0.95, accuracy=0.98),
+        record(label="mre", experts=9.0, validation=0.99, accuracy=0.99, prefixes=[0.1]),
+        record(label="mre-cost-0.01", experts=3.0, validation=0.97, accuracy=0.96, prefixes=[0.1]),
+        record(label="mre-cost-0.1", experts=2.0, validation=0.95, accuracy=0.98, prefixes=[0.1]),
     ]
     one = bar("1", *records)
     assert one.reached is False
