@@ -127,7 +127,8 @@ def test_loss_is_the_sum_of_its_parts():
 
 
 def test_cost_dial_uses_fewer_experts(train_with):
-    options = {"model_options": GRID | {"train_select": "sample"}, "epochs": 6, "lr": 0.02}
+    # reach holds against the dial while training is young, and a small grid has nowhere to go but down: without it here
+    options = {"model_options": GRID | {"train_select": "sample", "reach": 0.0}, "epochs": 6, "lr": 0.02}
     runs = [train_with(name=str(cost), expert_cost=cost, **options) for cost in (0.0, 0.5)]
     free, dear = (run.read_metrics()[-1]["train_experts"] for run in runs)
     assert dear < free - 0.5
