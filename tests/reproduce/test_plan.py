@@ -9,7 +9,7 @@ from raytraced.reproduce.plan import FULL, QUICK, SEARCH_SEED, Planner, Run
 from raytraced.reproduce.variants import PAPER_VARIANTS, frontier_variants, union_variants
 
 EVERY_LABEL = {variant.label for variant in (*frontier_variants(FULL.dials), *union_variants(FULL.dials))}
-KNOWN_RATES = {data: {label: {"lr": 2e-3} for label in EVERY_LABEL} for data in FULL.epochs}
+KNOWN_RATES = {data: dict.fromkeys(EVERY_LABEL, 2e-3) for data in FULL.epochs}
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from raytraced.reproduce.epochs import race
 from raytraced.reproduce.paper import DATA_NAMES
 from raytraced.reproduce.records import Results, spread
 from raytraced.reproduce.search import choose_rate, searched
+from raytraced.reproduce.variants import PAPER_VARIANTS
 from raytraced.routing import RoutingNetwork
 
 HOLDS, PARTLY, FAILS, UNKNOWN = "holds", "partly", "does not hold", "not measured"
@@ -192,7 +193,11 @@ def robust_temperature(results: Results) -> Claim:
 def learning_rate(results: Results) -> Claim:
     text = "The best learning rate is 5e-3 for MRE and 5e-4 for the others: ten times"
     best: dict[str, list[float]] = {}
-    for (_, label), accuracies in searched(results).items():
+    compared = {variant.label for variant in PAPER_VARIANTS}
+    found = searched(results)
+    for (data, label), accuracies in found.items():
+        if label not in compared or data == "union" or (data, "top-k") not in found:
+            continue
         known = {lr: accuracy for lr, accuracy in accuracies.items() if accuracy is not None}
         if len(known) > 1:
             best.setdefault(label, []).append(choose_rate(known))

@@ -10,7 +10,7 @@ from raytraced.reproduce.parts import PARTS, Wanted, choose_parts, collect_runs
 from raytraced.reproduce.plan import EQUAL_LR, FULL, QUICK, Planner, Scale
 from raytraced.reproduce.records import Results, collect
 from raytraced.reproduce.runner import Stopped, run_all
-from raytraced.reproduce.search import add_found, read_rates, write_rates
+from raytraced.reproduce.search import every_search, find_rates
 
 
 def reproduce(
@@ -84,17 +84,15 @@ def train_all(
     """Train what is missing: first the learning-rate searches, then the runs that need what they find."""
     failures: dict[str, str] = {}
     while True:
-        rates = read_rates(folder / "lr.json")
-        runs = collect_runs(parts, Planner(scale, rates), wanted)
+        planner = Planner(scale, find_rates(scale, folder / "raw"))
+        runs = collect_runs(parts, planner, wanted)
         if not runs:
             raise ValueError(f"nothing to run: {', '.join(parts)} has no run on {', '.join(wanted or ())}")
         fetch(sorted({run.data for run in runs}), data_root)
         failures |= run_all(runs, folder / "runs", folder / "raw", workers, data_root)
-        found = add_found(rates, collect(folder / "raw", runs), scale)
-        if found == rates:
+        if find_rates(scale, folder / "raw") == planner.rates:
             # a search's run that diverged has been taken into account: it is a finding, not a failure
             return {key: problem for key, problem in failures.items() if not key.startswith("search-")}
-        write_rates(folder / "lr.json", found)
 
 
 def fetch(data_names: list[str], data_root: str | None) -> None:
@@ -109,9 +107,9 @@ def fetch(data_names: list[str], data_root: str | None) -> None:
 
 def known_results(scale: Scale, folder: Path) -> Results:
     """Everything that was ever run at this scale, not only what this command asked for."""
-    planner = Planner(scale, read_rates(folder / "lr.json"))
+    planner = Planner(scale, find_rates(scale, folder / "raw"))
     everywhere = tuple(scale.epochs)
-    runs = collect_runs(PARTS, planner, None) + collect_runs(PARTS, planner, everywhere)
+    runs = every_search(scale) + collect_runs(PARTS, planner, None) + collect_runs(PARTS, planner, everywhere)
     return collect(folder / "raw", {run.key: run for run in runs}.values())
 
 
@@ -135,7 +133,7 @@ def tell_plan(parts: list[str], scale: Scale, wanted: Wanted, folder: Path, work
     """Print the runs of each part, and a guess at the time."""
     # any rate will do to count the runs that wait for a search
     whole = Planner(replace(scale, fixed_lr=scale.fixed_lr or EQUAL_LR), {})
-    planned = Planner(scale, read_rates(folder / "lr.json"))
+    planned = Planner(scale, find_rates(scale, folder / "raw"))
     rows = {part: (PARTS[part].runs(whole, wanted), PARTS[part].title) for part in parts}
     told = {run.key for runs, _ in rows.values() for run in runs}
     first = [run for run in collect_runs(parts, planned, wanted) if run.group == "search" and run.key not in told]

@@ -20,8 +20,8 @@ EPOCH_SECONDS = {"digits": 0.3, "mnist": 1.0, "fashion-mnist": 1.0, "cifar10": 2
 # Where two runs may differ without being different runs.
 PRIVATE = ("data_root", "output", "name", "quiet", "device", "threads", "checkpoint_seconds", "checkpoint_steps")
 
-LearningRates = Mapping[str, Mapping[str, Any]]
-"""data set → label → {"lr": …, "validation": {lr: accuracy}}, as in lr.json"""
+LearningRates = Mapping[str, Mapping[str, float]]
+"""data set → label → learning rate"""
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,7 @@ class Planner:
             return variant.lr
         if self.scale.fixed_lr is not None:
             return self.scale.fixed_lr
-        found = self.rates.get(data, {}).get(variant.tuned_as or variant.label)
-        return float(found["lr"]) if found else None
+        return self.rates.get(data, {}).get(variant.tuned_as or variant.label)
 
     def runs(
         self,

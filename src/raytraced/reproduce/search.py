@@ -1,32 +1,37 @@
-"""The learning-rate search: the same grid for every model, judged on validation images, kept in lr.json. Needs no torch."""
+"""The learning-rate search: the same grid for every model, judged on validation images. Needs no torch."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from raytraced.reproduce.plan import SEARCH_SEED, LearningRates, Scale
-from raytraced.reproduce.records import Results, shorten
-from raytraced.training.files import write_file
+from raytraced.reproduce.plan import LearningRates, Planner, Run, Scale
+from raytraced.reproduce.records import Results, collect
+from raytraced.reproduce.variants import frontier_variants, union_variants
 
 # Rates whose accuracies differ by no more are equal, and of equals the smaller wins: its long runs are steadier.
 TIE = 0.001
 ROUNDING = 1e-9  # 6 of 6,000 images are exactly a tie
 
 
-def read_rates(path: Path) -> LearningRates:
-    """What earlier searches found."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+def every_search(scale: Scale) -> list[Run]:
+    """The searches of everyone who has one of their own, on every data set."""
+    planner = Planner(scale, {})
+    return [
+        run
+        for data in scale.epochs
+        for variant in (union_variants(()) if data == "union" else frontier_variants(()))
+        if variant.lr is None and variant.tuned_as is None
+        for run in planner.search(variant, data)
+    ]
 
 
-def write_rates(path: Path, rates: LearningRates) -> None:
-    """Keep what searches found: data set → label → {lr, validation, epochs, seed}."""
-    write_file(path, json.dumps(rates, indent=1, sort_keys=True) + "\n")
+def find_rates(scale: Scale, raw: Path) -> LearningRates:
+    """What the searches on record found; one made with another recipe does not count, and is made again."""
+    return best_rates(collect(raw, every_search(scale)), scale)
 
 
-def add_found(rates: LearningRates, results: Results, scale: Scale) -> LearningRates:
-    """The rates, with those of every search that is complete; a run that diverged has no accuracy, and loses."""
-    found: dict[str, dict[str, Any]] = {data: dict(labels) for data, labels in rates.items()}
+def best_rates(results: Results, scale: Scale) -> LearningRates:
+    """The best rate of every search that is complete; a run that diverged has no accuracy, and loses."""
+    found: dict[str, dict[str, float]] = {}
     for (data, label), accuracies in searched(results).items():
         grid = scale.grid_of(data)
         if set(accuracies) != set(grid):
@@ -34,13 +39,7 @@ def add_found(rates: LearningRates, results: Results, scale: Scale) -> LearningR
         known = {lr: accuracy for lr, accuracy in accuracies.items() if accuracy is not None}
         if not known:
             raise ValueError(f"{label} on {data}: diverged at every learning rate of the search ({grid})")
-        best = choose_rate(known)
-        found.setdefault(data, {})[label] = {
-            "lr": best,
-            "validation": {f"{lr:g}": shorten(accuracies[lr]) for lr in grid},
-            "epochs": scale.search_epochs[data],
-            "seed": SEARCH_SEED,
-        }
+        found.setdefault(data, {})[label] = choose_rate(known)
     return found
 
 
