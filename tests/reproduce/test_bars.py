@@ -70,11 +70,24 @@ def test_bar_2_counts_budgets_as_points_of_mre(record):
 
 def test_bar_2_chooses_a_budget_on_validation_images_too(record):
     rival = record(label="top-k", accuracy=0.9, experts=8.0)
-    lucky = record(accuracy=0.9, experts=8.0, prefixes=[0.1, 0.9], validated_prefixes=[0.1, 0.8])
+    lucky = record(accuracy=0.9, experts=8.0, prefixes=[0.1, 0.9, 0.7], validated_prefixes=[0.1, 0.8, 0.85])
     assert bar("2", rival, lucky).reached is False
+    assert "mre with at most 2 experts: 70.00" in bar("2", rival, lucky).by_data["mnist"]
 
 
-def test_bar_2_takes_the_cheapest_point_that_matches(record):
+def test_bar_2_is_matched_to_one_standard_error_of_the_difference(record):
+    def with_error(label, mean, experts, **figures):  # deviation 0.0141, standard error 0.01
+        return [
+            record(label=label, seed=seed, accuracy=mean + shift, experts=experts, **figures)
+            for seed, shift in enumerate((-0.01, 0.01))
+        ]
+
+    rivals = with_error("top-k", 0.9, 8.0)
+    assert bar("2", *rivals, *with_error("mre", 0.887, 3.0, prefixes=[0.1])).reached is True
+    assert bar("2", *rivals, *with_error("mre", 0.885, 3.0, prefixes=[0.1])).reached is False
+
+
+def test_bar_2_looks_among_the_points_that_are_cheap_enough(record):
     rival = record(label="top-k", accuracy=0.9, experts=8.0)
     dear, cheap = (
         record(label=label, accuracy=0.9, experts=experts, prefixes=[0.1])
