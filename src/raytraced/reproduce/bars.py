@@ -100,7 +100,7 @@ def against_best_rival(results: Results, data: str) -> tuple[bool, str] | None:
             margin, doubt = chosen.test.mean - rival.test.mean, error(chosen, rival)
             reached |= margin >= least * doubt and (least < 0 or margin > 0)
             told.append(
-                f"with at most {name} multiply-adds {tell(chosen)}, {100 * margin:+.2f} ± {100 * doubt:.2f} points"
+                f"with at most {name} multiply-adds, {tell(chosen)} ({100 * margin:+.2f} ± {100 * doubt:.2f} points)"
             )
     return reached, "; ".join(told)
 
