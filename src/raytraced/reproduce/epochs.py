@@ -53,7 +53,7 @@ class Race(NamedTuple):
         if self.ours is None or self.saved is None:
             return f"to {self.target:.1%}: {theirs}, MRE never"
         ours = f"MRE {self.ours.epochs:.1f} epochs, {self.ours.seconds:.0f} s"
-        return f"to {self.target:.1%}: {theirs}, {ours} ({-self.saved:+.0%} epochs)"
+        return f"to {self.target:.1%}: {theirs}, {ours} ({-self.saved:+z.0%} epochs)"
 
 
 def race(results: Results, data: str, rival: str, group: str = "main") -> Race | None:
