@@ -6,9 +6,10 @@ import sys
 import pytest
 
 from raytraced.cli import main
-from raytraced.reproduce.commands import reproduce
+from raytraced.reproduce import commands
+from raytraced.reproduce.commands import reproduce, train_all
 from raytraced.reproduce.parts import collect_runs
-from raytraced.reproduce.plan import QUICK, Planner
+from raytraced.reproduce.plan import FULL, QUICK, Planner
 from raytraced.reproduce.records import write_record
 
 
@@ -56,6 +57,20 @@ def test_a_record_of_another_configuration_is_not_taken_for_this_one(tmp_path, r
     write_record(tmp_path / "quick" / "raw" / f"{run.key}.json", record("digits", run.label, run.seed, digest="other"))
     with pytest.raises(ValueError, match="holds no record of a run"):
         reproduce(quick=True, redraw=True, output=str(tmp_path))
+
+
+def test_a_search_that_diverged_is_a_finding_and_one_that_left_no_record_a_failure(tmp_path, record, monkeypatch):
+    def run_all(runs, work, raw, *_):
+        crashed, diverged, *whole = runs  # the five rates of MRE's search on digits
+        for run in (diverged, *whole):
+            error = "not finite" if run is diverged else None
+            figures = {"group": "search", "lr": run.config.lr, "digest": run.digest, "error": error}
+            write_record(raw / f"{run.key}.json", record(run.data, run.label, run.seed, **figures))
+        return {crashed.key: "its process ended with code -9", diverged.key: "not finite"}
+
+    monkeypatch.setattr(commands, "run_all", run_all)
+    failures = train_all(["fig5"], FULL, ("digits",), tmp_path, None, 1)
+    assert failures == {"search-digits-mre-lr-0.0005-s100": "its process ended with code -9"}
 
 
 def test_the_command_is_described_without_torch():

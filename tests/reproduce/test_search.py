@@ -29,11 +29,7 @@ def test_of_equals_the_smaller_wins_and_a_diverged_run_loses(record):
 
 def test_rates_within_a_tenth_of_a_point_are_equal(record):
     near, far = {1e-3: 0.8, 2e-3: 0.9, 5e-3: 0.9009}, {1e-3: 0.8, 2e-3: 0.9, 5e-3: 0.9011}
-    at_the_edge = {
-        1e-3: 0.8,
-        2e-3: 0.9705,
-        5e-3: 0.9715,
-    }  # 6 of 6,000 images
+    at_the_edge = {1e-3: 0.8, 2e-3: 0.9705, 5e-3: 0.9715}  # 6 of 6,000 images
     rates = [
         best_rates(Results(searches(record, found)), SCALE)["mnist"]["top-k"] for found in (near, far, at_the_edge)
     ]

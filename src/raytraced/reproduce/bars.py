@@ -94,7 +94,7 @@ def against_best_rival(results: Results, data: str) -> tuple[bool, str] | None:
     frugal = [one for one in ours if one.expert_macs <= COST_SHARE * rival.expert_macs]
     equal = [one for one in ours if one.macs <= rival.macs]
     told, reached = [f"best rival {tell(rival)}"], False
-    for name, points, least in (("40 % of its expert", frugal, -1), ("its", equal, 2)):
+    for name, points, least in ((f"{100 * COST_SHARE:.0f} % of its expert", frugal, -1), ("its", equal, 2)):
         if points:
             chosen = max(points, key=lambda one: one.validation.mean)
             margin, doubt = chosen.test.mean - rival.test.mean, error(chosen, rival)

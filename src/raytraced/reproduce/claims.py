@@ -196,6 +196,7 @@ def learning_rate(results: Results) -> Claim:
     compared = {variant.label for variant in PAPER_VARIANTS}
     found = searched(results)
     for (data, label), accuracies in found.items():
+        # the union's models are wider than the paper's; where no rival was searched for, there is nothing to compare with
         if label not in compared or data == "union" or (data, "top-k") not in found:
             continue
         known = {lr: accuracy for lr, accuracy in accuracies.items() if accuracy is not None}

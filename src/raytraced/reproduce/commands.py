@@ -83,16 +83,21 @@ def train_all(
 ) -> dict[str, str]:
     """Train what is missing: first the learning-rate searches, then the runs that need what they find."""
     failures: dict[str, str] = {}
+    raw = folder / "raw"
+    rates = find_rates(scale, raw)
     while True:
-        planner = Planner(scale, find_rates(scale, folder / "raw"))
-        runs = collect_runs(parts, planner, wanted)
+        runs = collect_runs(parts, Planner(scale, rates), wanted)
         if not runs:
             raise ValueError(f"nothing to run: {', '.join(parts)} has no run on {', '.join(wanted or ())}")
         fetch(sorted({run.data for run in runs}), data_root)
-        failures |= run_all(runs, folder / "runs", folder / "raw", workers, data_root)
-        if find_rates(scale, folder / "raw") == planner.rates:
-            # a search's run that diverged has been taken into account: it is a finding, not a failure
-            return {key: problem for key, problem in failures.items() if not key.startswith("search-")}
+        failures |= run_all(runs, folder / "runs", raw, workers, data_root)
+        found = find_rates(scale, raw)
+        if found == rates:
+            # a search's run that diverged has been taken into account: a finding, not a failure; one without a record has not
+            records = collect(raw, [*every_search(scale), *runs]).all
+            findings = {record.key for record in records if record.group == "search"}
+            return {key: problem for key, problem in failures.items() if key not in findings}
+        rates = found
 
 
 def fetch(data_names: list[str], data_root: str | None) -> None:
