@@ -9,13 +9,14 @@ demo: .venv/ready
 
 test: .venv/ready lint
 	$(PY) -m pytest -n 2
-	@echo "the core again without the compiled kernels: the plain path is the definition"
-	RAYTRACED_KERNELS=off $(PY) -m pytest -n 2 tests/test_*.py
+	@echo "the core again without the compiled operations: the plain path is the definition"
+	RAYTRACED_OPERATIONS=plain $(PY) -m pytest -n 2 tests/test_*.py tests/models
 
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 test-slow: .venv/ready
 	$(PY) -m pytest -m slow
@@ -30,7 +31,7 @@ bench: .venv/bench-ready
 reproduce: .venv/ready
 	$(BIN)/raytraced reproduce $(ARGS)
 
-.venv/ready: pyproject.toml constraints.txt setup.py $(wildcard src/raytraced/kernels/cpu/*)
+.venv/ready: pyproject.toml constraints.txt setup.py $(wildcard src/raytraced/operations/cpu/*)
 	test -x $(PY) || python3 -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@

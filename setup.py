@@ -1,4 +1,4 @@
-"""Builds the kernel library: all of kernels/cpu/*.cpp; a file named *_<instructions>.cpp may use those instructions.
+"""Builds the compiled operations, all of operations/cpu/*.cpp; a file named *_<instructions>.cpp may use those instructions.
 
 The library is optional: where it cannot be built, the install succeeds and the plain PyTorch path is used.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-FOLDER = Path("src/raytraced/kernels/cpu")
+FOLDER = Path("src/raytraced/operations/cpu")
 INSTRUCTIONS = {"avx2": ["-mavx2", "-mfma"]} if platform.machine() in ("x86_64", "AMD64") else {}
 FOREIGN = set() if INSTRUCTIONS else {"avx2"}
 # No -ffast-math: re-associated sums break the range reduction of exp() and the order of additions.
@@ -17,7 +17,7 @@ FOREIGN = set() if INSTRUCTIONS else {"avx2"}
 FLAGS = ["-std=c++17", "-O3", "-fno-wrapv", "-fno-math-errno", "-fno-trapping-math", "-g0", "-Wno-psabi", "-pthread"]
 
 
-class BuildKernels(build_ext):
+class BuildLibrary(build_ext):
     """Compiles each file with the instructions its name ends in."""
 
     def build_extensions(self) -> None:
@@ -34,7 +34,7 @@ class BuildKernels(build_ext):
 setup(
     ext_modules=[
         Extension(
-            "raytraced.kernels._cpu",
+            "raytraced.operations._cpu",
             sources=sorted(str(p) for p in FOLDER.glob("*.cpp") if p.stem.rpartition("_")[2] not in FOREIGN),
             depends=sorted(str(p) for pattern in ("*.h", "*.inl") for p in FOLDER.glob(pattern)),
             extra_compile_args=FLAGS,
@@ -43,5 +43,5 @@ setup(
             optional=True,
         )
     ],
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildLibrary},
 )

@@ -112,10 +112,6 @@ def weights_of_one(weighting: str, active, rates):
         count = round(sum(float(a.detach()) for a in active_N))
         if weighting == "unit" or count == 0:
             weights.append(list(active_N))
-        elif weighting == "through":
-            weights.append(
-                [a * f / f.detach() if a.detach() > 0.5 else a for a, f in zip(active_N, rates_N, strict=True)]
-            )
         else:
             scale = count if weighting == "rates" else 1.0
             weights.append([scale * a * f / total for a, f in zip(active_N, rates_N, strict=True)])

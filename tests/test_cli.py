@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from raytraced.cli import COMMANDS, import_target, main, read_arguments
-from raytraced.training.commands import train
+from raytraced.commands.training import train
 from raytraced.training.config import TrainConfig
 
 # Arguments, and what the one line on stderr must contain.
@@ -23,13 +23,13 @@ MISTAKES = {
     ("train", "--epochs", "-1"): "epochs=-1: must be at least 0",
     ("train", "--lr", "0"): "lr=0.0: must be positive",
     ("train", "--model", "mer"): "model=mer: no such model; did you mean mre?",
-    ("train", "--data", "mnits"): "data=mnits: no such data set; did you mean mnist?",
+    ("train", "--data", "mnits"): "data=mnits: no such data set, nor such a path; did you mean mnist?",
     ("train", "-c", "no-such-file.yaml"): "no-such-file.yaml",
     ("train", "--name", "a/b"): "name='a/b': must be a plain folder name",
     ("resume", "no-such-run"): "no-such-run: is not a run folder",
     ("evaluate", "no-such-run"): "no-such-run: is not a run folder",
     ("evaluate", "no-such-run", "--split", "tset"): "did you mean test?",
-    ("predict", "no-such-run"): "images",
+    ("predict", "no-such-run"): "files",
     ("predict", "no-such-run", "no-such-image.png"): "no-such-image.png: there is no such file",
     ("compare", "no-such-run"): "no-such-run: is not a run folder",
     ("train", "surplus"): "surplus: no such option",
@@ -97,7 +97,7 @@ def test_help_of_train_tells_every_field_with_its_meaning(capsys):
     output = capsys.readouterr().out
     for name in TrainConfig.__dataclass_fields__:
         assert f"--{name}" in output
-    assert "the cost dial" in output  # the docstring of a field
+    assert "the price of an expert" in output  # the docstring of a field
 
 
 def read(*words: str) -> TrainConfig:

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytraced import RoutingNetwork, activation_sequence, preset, rays
+from raytraced import RoutingNetwork, activation_sequence, build, rays
 from reference import rates_of_one
 
 
@@ -61,18 +61,18 @@ def test_gates_have_the_shapes_of_the_paper(num_layers, shapes):
 
 
 @pytest.mark.parametrize(
-    ("name", "total", "input_block"),
-    [("paper-mnist", 40_202, 12_560), ("paper-fashion-mnist", 40_202, 12_560), ("paper-cifar10", 33_330, 5_688)],
+    ("image_shape", "total", "input_block"), [((1, 28, 28), 40_202, 12_560), ((3, 32, 32), 33_330, 5_688)]
 )
-def test_parameter_counts_are_those_of_table_2(name, total, input_block):
+@pytest.mark.parametrize("name", ["mre", "mre-paper"])
+def test_parameter_counts_are_those_of_table_2(name, image_shape, total, input_block):
     def count(module):
         return sum(p.numel() for p in module.parameters())
 
-    model = preset(name)
+    model = build(name, image_shape=image_shape, num_classes=10)
     assert count(model) == total
     assert count(model.input_block) == input_block
-    assert count(model.layer.gate) == 136
-    assert count(model.layer.routing) == 8 * 9 * 1 + 2 * 8 * 9 * 8 == 1_224
+    assert count(model.layer.router.gate) == 136
+    assert count(model.layer.router.routing) == 8 * 9 * 1 + 2 * 8 * 9 * 8 == 1_224
     assert count(model.layer.experts) == 32 * 816
     assert count(model.head) == 170
 

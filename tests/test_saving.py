@@ -2,35 +2,84 @@
 
 import json
 import pickle
+import time
+from dataclasses import asdict, replace
 
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import save as encode
 
 import raytraced
 from raytraced import saving
-from raytraced.models import build_model
-from raytraced.saving import ModelCard, load_with_card, save_model
+from raytraced.files import write_file
+from raytraced.models.card import ModelCard
+from raytraced.models.table import MODELS
+from raytraced.saving import save_tensors
 
-OPTIONS = {"dim": 8, "num_layers": 2, "num_experts": 3, "train_select": "greedy"}
-CARD = ModelCard("mre", (1, 8, 8), 3, OPTIONS, "digits", ("a", "b", "c"), (0.5,), (0.25,), {"epochs": 3})
+OPTIONS = {"dim": 8, "num_layers": 2, "num_experts": 3, "train_select": "sample"}
+SPEC = {"image_shape": [1, 8, 8], "class_names": ["a", "b", "c"], "mean": [0.5], "std": [0.25]}
+CARD = ModelCard("mre", SPEC, OPTIONS, task="images", data="digits", training={"epochs": 3})
 
 
 @pytest.fixture
 def saved(tmp_path):
-    model = build_model("mre", (1, 8, 8), 3, **OPTIONS).eval()
-    save_model(tmp_path / "model.safetensors", model.state_dict(), CARD)
+    model = raytraced.build("mre", **SPEC, **OPTIONS).eval()
+    model.card = replace(model.card, task="images", data="digits", training={"epochs": 3})
+    raytraced.save(model, tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors", model
 
 
 def test_model_comes_back_with_its_card_and_options(saved):
     path, model = saved
-    found, card = load_with_card(path)
-    images = torch.randn(5, 1, 8, 8)
+    found = raytraced.load(path)
+    images = torch.randint(0, 256, (5, 1, 8, 8), dtype=torch.uint8)
     assert torch.equal(found(images).logits, model(images).logits)
-    assert card == CARD
-    assert found.layer.train_select == "greedy"
+    assert torch.equal(found(images / 255).logits, model(images).logits)
+    assert found.card == model.card
+    assert found.card.spec["class_names"] == ["a", "b", "c"]
+    assert (found.card.task, found.card.data, found.card.training) == ("images", "digits", {"epochs": 3})
+    assert found.layer.router.train_select == "sample"
     assert not found.training
+    assert all(parameter.requires_grad for parameter in found.parameters())
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_comes_back_bit_for_bit(name, precision, tmp_path):
+    model = raytraced.build(name, image_shape=(1, 4, 4), num_classes=3, mean=[0.3], std=[0.6]).to(precision)
+    for buffer in model.buffers():  # what a router keeps beside its parameters
+        buffer.add_(1)
+    raytraced.save(model, tmp_path / "model.safetensors")
+    found = raytraced.load(tmp_path / "model.safetensors")
+    before, after = model.state_dict(), found.state_dict()
+    assert list(before) == list(after)
+    assert all(torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in before)
+    assert (found.card.model, found.card.options) == (name, model.card.options)
+
+
+def test_a_model_that_nobody_could_build_again_is_not_saved(tmp_path):
+    model = raytraced.build("top-k", image_shape=(1, 4, 4), num_classes=3, dim=6, expert=lambda: torch.nn.Linear(6, 6))
+    with pytest.raises(ValueError, match="top-k: its card holds more than plain values, a file cannot"):
+        raytraced.save(model, tmp_path / "model.safetensors")
+    model.card = None
+    with pytest.raises(ValueError, match=r"Classifier: has no card; only a model made by raytraced\.build or load"):
+        raytraced.save(model, tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["mre-digits", "mre-mnist", "mre-fashion-mnist", "mre-cifar10", "mre-paper-fashion-mnist"]
+)
+def test_a_shipped_model_takes_images_as_they_are_and_knows_its_classes(name):
+    model = raytraced.load(name)
+    shape, names = model.card.spec["image_shape"], model.card.spec["class_names"]
+    images = torch.randint(0, 256, (3, *shape), dtype=torch.uint8)
+    assert torch.equal(model(images).logits, model(images / 255).logits)
+    assert model(images).logits.shape == (3, len(names)) == (3, 10)
+    assert model.card.data in name
+    assert model.card.task == "images"
+    with pytest.raises(ValueError, match="must be fractions in 0 … 1, or uint8; the model normalises them itself"):
+        model(images.float())
 
 
 def test_file_that_could_run_code_is_refused_unread(tmp_path):
@@ -44,13 +93,86 @@ def test_file_that_could_run_code_is_refused_unread(tmp_path):
         raytraced.load(path)
 
 
-def test_card_that_names_no_model_or_odd_options_is_refused(tmp_path, saved):
-    _, model = saved
-    for change, expected in (({"model": "os.system"}, "no such model"), ({"options": {"expert": "x"}}, "expert")):
-        card = ModelCard(**(CARD.__dict__ | change))
-        save_model(tmp_path / "odd.safetensors", model.state_dict(), card)
-        with pytest.raises(ValueError, match=expected):
-            raytraced.load(tmp_path / "odd.safetensors")
+def write_with_card(path, tensors, text):
+    """A file with any text for a card, its checksum right."""
+    metadata = {"format": saving.FORMAT, "card": text, "sha256": saving.checksum(tensors, text)}
+    write_file(path, encode(tensors, metadata))
+
+
+GOOD = asdict(CARD)
+ODD_CARDS = {
+    "no model": ({k: v for k, v in GOOD.items() if k != "model"}, "its card lacks model"),
+    "nothing": ({}, "its card lacks model, spec, options"),
+    "too much": (GOOD | {"colour": "red", "author": "x"}, "its card has entries that no card has: author, colour"),
+    "a list": ([GOOD], "its card is list, not a table of names and values"),
+    "odd model": (GOOD | {"model": 3}, "its card's model is 3, of the wrong kind"),
+    "odd options": (GOOD | {"options": [1, 2]}, r"its card's options is \[1, 2\], of the wrong kind"),
+    "odd data": (GOOD | {"data": {}}, "its card's data is {}, of the wrong kind"),
+    "no such model": (GOOD | {"model": "os.system"}, "model=os.system: no such model"),
+    "odd option": (GOOD | {"options": {"expert": "x"}}, "expert='x': must be a function or null"),
+    "unknown option": (GOOD | {"options": OPTIONS | {"nodes": 3}}, "model option nodes: mre has no such option"),
+    "unknown spec": (GOOD | {"spec": SPEC | {"colour": "red"}}, "model option colour: mre has no such option"),
+    "missing spec": (GOOD | {"spec": {"num_classes": 3}}, "mre: needs image_shape"),
+    "odd spec": (GOOD | {"spec": SPEC | {"image_shape": 7}}, r"model\.safetensors: "),
+    "odd classes": (GOOD | {"spec": SPEC | {"class_names": 7}}, r"model\.safetensors: "),
+    "option and spec": (GOOD | {"options": OPTIONS | SPEC}, "multiple values"),
+    "other classes": (GOOD | {"spec": SPEC | {"class_names": list("abcd")}}, "its tensors do not fit model 'mre'"),
+    "other shape": (GOOD | {"options": OPTIONS | {"dim": 9}}, "its tensors do not fit model 'mre'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD_CARDS)
+def test_a_card_with_missing_extra_or_wrong_entries_is_refused_in_one_line(case, saved):
+    path, model = saved
+    card, message = ODD_CARDS[case]
+    write_with_card(path, model.state_dict(), json.dumps(card))
+    with pytest.raises(saving.DamagedFileError, match=message) as error:
+        raytraced.load(path)
+    assert str(error.value).startswith(f"{path}: ")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", '{"model": "mre",}', "[" * 100_000, "\ud83d".encode("utf-16", "surrogatepass").hex()]
+)
+def test_a_card_that_is_no_json_is_refused_with_the_files_name(text, saved):
+    path, model = saved
+    write_with_card(path, model.state_dict(), text)
+    with pytest.raises(saving.DamagedFileError) as error:
+        raytraced.load(path)
+    assert str(error.value).startswith(f"{path}: ")
+
+
+HUGE = {
+    "mre": {"num_layers": 10**6},
+    "mre-paper": {"num_hidden": 10**9},
+    "top-k": {"num_layers": 10**6},
+    "dense": {"num_blocks": 10**6},
+    "mlp-total": {"num_layers": 10**6},
+    "multi-exit": {"num_layers": 10**9},
+    "chain": {"num_layers": 10**3, "num_rounds": 10**3},
+    "null-experts": {"num_null": 10**30},
+    "aux-free": {"dim": 10**15},
+    "ada-k": {"dim": 10**30},
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_card_that_claims_more_than_its_file_holds_is_refused_before_it_is_built(name, saved):
+    path, model = saved
+    options = raytraced.build(name, image_shape=(1, 8, 8), num_classes=3).card.options | HUGE[name]
+    save_tensors(path, model.state_dict(), ModelCard(name, SPEC, options))
+    began = time.process_time()
+    with pytest.raises(
+        saving.DamagedFileError, match=r"its card claims \d+ parts|its tensors do not fit|verflow|too big|too large"
+    ):
+        raytraced.load(path)
+    assert (
+        time.process_time() - began < 2
+    )  # a million modules would take minutes, their weights more memory than there is
+    save_tensors(path, model.state_dict(), ModelCard(name, SPEC | {"num_classes": 10**6}, {}))
+    with pytest.raises(saving.DamagedFileError):
+        raytraced.load(path)
 
 
 @pytest.mark.parametrize("place", [0.3, 0.6, 0.99])
@@ -68,16 +190,22 @@ def test_altered_or_cut_model_is_recognised(saved, place):
 
 def test_weights_that_do_not_fit_are_told(tmp_path, saved):
     _, model = saved
-    tensors = model.state_dict()
-    tensors.pop("head.bias")
-    save_model(tmp_path / "less.safetensors", tensors, CARD)
-    with pytest.raises(ValueError, match="do not fit model 'mre'"):
-        raytraced.load(tmp_path / "less.safetensors")
+    for change, told in (
+        (lambda tensors: tensors.pop("head.bias"), "head.bias: found none, expected"),
+        (lambda tensors: tensors.update(more=torch.zeros(2)), "more: found .*, expected none"),
+        (lambda tensors: tensors.update({"head.bias": torch.zeros(4)}), r"head.bias: found \(\(4,\), torch.float32\)"),
+        (lambda tensors: tensors.update({"head.bias": tensors["head.bias"].half()}), "head.bias: found .*float16"),
+    ):
+        tensors = model.state_dict()
+        change(tensors)
+        save_tensors(tmp_path / "other.safetensors", tensors, CARD)
+        with pytest.raises(ValueError, match=f"do not fit model 'mre' of this version .{told}"):
+            raytraced.load(tmp_path / "other.safetensors")
 
 
 def test_foreign_safetensors_and_missing_files_are_told(tmp_path):
     path = tmp_path / "other.safetensors"
-    path.write_bytes(save({"weight": torch.zeros(2)}, {"format": "pt"}))
+    path.write_bytes(encode({"weight": torch.zeros(2)}, {"format": "pt"}))
     with pytest.raises(ValueError, match="foreign: has pt"):
         raytraced.load(path)
     with pytest.raises(ValueError, match="neither a run folder"):
@@ -98,4 +226,5 @@ def test_card_is_plain_json(saved):
     header = saved[0].read_bytes()
     length = int.from_bytes(header[:8], "little")
     card = json.loads(json.loads(header[8 : 8 + length])["__metadata__"]["card"])
-    assert card["class_names"] == ["a", "b", "c"]
+    assert card["spec"]["class_names"] == ["a", "b", "c"]
+    assert card == asdict(raytraced.load(saved[0]).card)

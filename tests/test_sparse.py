@@ -1,8 +1,9 @@
-"""Dense and sparse experts are one function, and the layer says which it uses; prefixes are extended, not computed again."""
+"""Dense and sparse experts are one function, and the operation says which it uses; prefixes are not computed again."""
 
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import raytraced as rt
-from raytraced.experts import MLPExperts, ModuleExperts, run_stack, update_active
-from raytraced.kernels import available, fused_experts
+from raytraced import operations
+from raytraced.grid import MLPExperts, ModuleExperts
 
 STREAMS = ("residual", "skip-sum", "last")
 
@@ -32,13 +33,14 @@ def make_experts(kind, L=3, N=4):
     return (MLPExperts(L, N, 6, 9, 2) if kind == "mlp" else ModuleExperts(L, N, Square)).double()
 
 
-def outcome(experts, stream, execution, share=0.3, batch=25):
+def outcome(experts, stream, way, share=0.3, batch=25):
     g = torch.Generator().manual_seed(3)
     L, N = experts.num_layers, experts.num_experts
     hidden_BD = torch.randn(batch, 6, generator=g, dtype=torch.float64, requires_grad=True)
     active_BLN = (torch.rand(batch, L, N, generator=g) < share).double()
     weights_BLN = (active_BLN * torch.rand(batch, L, N, generator=g)).double().requires_grad_()
-    out_BD = run_stack(experts, hidden_BD, active_BLN, weights_BLN, stream, execution=execution)
+    with operations.use(experts=way):
+        out_BD = operations.experts(experts, hidden_BD, active_BLN, weights_BLN, stream)
     leaves = [hidden_BD, weights_BLN, *experts.parameters()]
     return [out_BD, *torch.autograd.grad(out_BD, leaves, torch.ones_like(out_BD), allow_unused=True)]
 
@@ -50,111 +52,117 @@ def assert_close(these, those):
         torch.testing.assert_close(*torch.broadcast_tensors(this.double(), that.double()), rtol=0, atol=1e-10)
 
 
-@pytest.fixture(params=["plain", "kernel"])
-def path(request, monkeypatch):
-    if request.param == "plain":
-        monkeypatch.setattr(fused_experts, "can_run", lambda *_: False)
-    elif not available():
-        pytest.skip("no kernels")
-    return request.param
+needs_library = pytest.mark.skipif(not operations.available(), reason="no library")
+LIBRARY_IS_CHOSEN = operations.available() and not os.environ.get("RAYTRACED_OPERATIONS")
 
 
-@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0])
-@pytest.mark.parametrize("kind", ["mlp", "own"])
+@pytest.mark.parametrize(
+    ("kind", "way"), [("mlp", "sparse"), pytest.param("mlp", "cpp", marks=needs_library), ("own", "sparse")]
+)
 @pytest.mark.parametrize("stream", STREAMS)
-def test_sparse_equals_dense(stream, kind, share):
+def test_sparse_equals_dense(stream, kind, way, share):
     experts = make_experts(kind)
-    assert_close(outcome(experts, stream, "sparse", share), outcome(experts, stream, "dense", share))
+    assert_close(outcome(experts, stream, way, share), outcome(experts, stream, "dense", share))
 
 
 @given(st.integers(0, 20), st.integers(1, 3), st.integers(1, 4), st.sampled_from([0.0, 0.3, 1.0]))
 def test_the_plain_sparse_path_equals_dense_at_any_size(batch, L, N, share):
     experts = make_experts("mlp", L, N)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_experts, "can_run", lambda *_: False)
-        sparse = outcome(experts, "residual", "sparse", share, batch)
+    sparse = outcome(experts, "residual", "sparse", share, batch)
     assert_close(sparse, outcome(experts, "residual", "dense", share, batch))
 
 
-@pytest.mark.usefixtures("path")
-def test_layer_by_layer_equals_the_whole_stack():
-    experts = make_experts("mlp")
+@pytest.mark.parametrize(
+    ("kind", "way"), [("mlp", "sparse"), pytest.param("mlp", "cpp", marks=needs_library), ("own", "sparse")]
+)
+def test_layer_by_layer_equals_the_whole_grid(kind, way):
+    experts = make_experts(kind)
     hidden_BD, active_BLN = torch.randn(20, 6).double(), (torch.rand(20, 3, 4) < 0.4).double()
-    expected_BD = run_stack(experts, hidden_BD, active_BLN, active_BLN * 0.7, "residual")
-    for l in range(3):
-        hidden_BD = hidden_BD + update_active(experts, l, hidden_BD, active_BLN[:, l] * 0.7, active_BLN[:, l])
+    with operations.use(experts=way, experts_layer=way):
+        expected_BD = operations.experts(experts, hidden_BD, active_BLN, active_BLN * 0.7, "residual")
+        apart = operations.unstacked(experts, hidden_BD)
+        for l in range(3):
+            layer = (active_BLN[:, l] * 0.7, active_BLN[:, l])
+            hidden_BD = hidden_BD + operations.experts_layer(apart, l, hidden_BD, *layer)
     torch.testing.assert_close(hidden_BD, expected_BD, rtol=0, atol=1e-12)
 
 
-def test_the_layer_says_how_it_runs(monkeypatch):
-    few, many = torch.randn(2, 16), torch.randn(20_000, 16)
-    layer = rt.RaytracedExperts(16, 4, 8)
-    assert layer.explain_execution(few).way == ("kernel" if available() else "dense")
-    monkeypatch.setattr(fused_experts, "can_run", lambda *_: False)
-    assert layer.explain_execution(few).way == "dense"
-    assert layer.explain_execution(many).way == "sparse"
-    assert rt.RaytracedExperts(16, 4, 8, execution="dense").explain_execution(many).way == "dense"
-    assert rt.RaytracedExperts(16, 4, 8, execution="sparse").explain_execution(few).way == "sparse"
-    assert rt.RaytracedExperts(6, 4, 8, expert=Square).explain_execution(torch.randn(2, 6)).way == "sparse"
-    learning = rt.RaytracedExperts(16, 4, 8, mask_gradient="all")
-    assert learning.explain_execution(many).way == "dense"
-    with torch.no_grad():
-        assert learning.explain_execution(many).way == "sparse"
+def chosen(experts, batch, dim=16):
+    active_BLN = torch.ones(batch, experts.num_layers, experts.num_experts)
+    return operations.experts.explain(experts, torch.randn(batch, dim), active_BLN, active_BLN, "residual").name
+
+
+def test_the_operation_says_how_it_runs():
+    experts, own = MLPExperts(4, 8, 16), ModuleExperts(4, 8, Square)
+    if LIBRARY_IS_CHOSEN:
+        assert chosen(experts, 2) == "cpp"
+    assert chosen(own, 2, 6) == "sparse"
+    with operations.use("plain"):
+        assert chosen(experts, 2) == "dense"
+        assert chosen(experts, 20_000) == "sparse"
+        assert chosen(own, 2, 6) == "sparse"
+    with operations.use(experts="dense"):
+        assert chosen(experts, 20_000) == "dense"
+
+
+def test_a_grid_says_what_an_expert_takes():
+    experts, own = MLPExperts(2, 3, 4, 10, 2), ModuleExperts(2, 3, Square)
+    assert operations.expert_multiply_adds(experts, 4) == 4 * 10 + 10 * 10 + 10 * 4
+    assert experts.num_parameters == sum(p.numel() for p in experts.parameters()) // 6
+    assert operations.expert_multiply_adds(own, 6) == 36
+    assert own.num_parameters == 42
 
 
 def test_hidden_and_num_hidden_shape_the_experts():
     assert rt.RaytracedExperts(4, 2, 3, hidden=10, num_hidden=1).experts.widths == (4, 10, 4)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"execution": "fast"}, "execution='fast': must be one of auto, dense, sparse"),
-        ({"execution": "sparse", "mask_gradient": "all"}, "inactive experts must run; use 'active'"),
-        ({"expert": Square, "hidden": 3}, "hidden=3, num_hidden=2: are for the default MLP"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        rt.RaytracedExperts(6, 2, 3, **options)
+def test_an_expert_that_is_a_module_and_no_factory_is_refused():
+    with pytest.raises(ValueError, match=r"expert=Linear\(…\): must be a factory, .*; give lambda: Linear\(…\)"):
+        rt.RaytracedExperts(6, 2, 3, expert=nn.Linear(6, 6))
 
 
-@pytest.mark.parametrize("weighting", ["unit", "through", "rates", "rates-to-one"])
+def test_options_of_the_default_experts_do_not_go_with_ones_own():
+    with pytest.raises(ValueError, match="hidden=3, num_hidden=2: are for the default MLP"):
+        rt.RaytracedExperts(6, 2, 3, expert=Square, hidden=3)
+
+
+@pytest.mark.parametrize("weighting", ["unit", "rates", "rates-to-one"])
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("select", ["greedy", "sample"])
 @pytest.mark.parametrize(("batch", "hidden"), [(3, 8), (70, 8), (20, 200)])
 def test_an_extended_prefix_is_the_model_with_that_budget_bit_for_bit(weighting, stream, select, batch, hidden):
-    layer = rt.RaytracedExperts(8, 3, 4, weighting=weighting, stream=stream, hidden=hidden)
-    model = rt.RaytracedClassifier(rt.classifier.input_block((1, 4, 4), 8), layer, 5).eval()
-    images, seed = torch.randn(batch, 1, 4, 4), lambda: torch.Generator().manual_seed(4)
+    options = {"dim": 8, "num_layers": 3, "num_experts": 4, "hidden": hidden}
+    model = rt.build("mre", image_shape=(1, 4, 4), num_classes=5, weighting=weighting, stream=stream, **options).eval()
+    images, seed = torch.rand(batch, 1, 4, 4), lambda: torch.Generator().manual_seed(4)
     with torch.no_grad():
         for step in rt.anytime(model, images, select=select, generator=seed()):
             whole = model(images, select=select, max_experts=step.budget, generator=seed())
             assert torch.equal(step.logits, whole.logits)
-            assert torch.equal(step.num_active, whole.sequence.num_active)
+            assert torch.equal(step.num_active, whole.routes[0].num_active)
 
 
-@pytest.mark.skipif(not available(), reason="no kernels")
+@pytest.mark.skipif(not LIBRARY_IS_CHOSEN, reason="the library alone extends prefixes")
 def test_a_prefix_runs_only_what_its_last_node_changes(monkeypatch):
-    """With one layer fewer than nodes in use, the rows that run below the newest node are all that run."""
-    model, ran = rt.preset("digits", execution="sparse").eval(), []
-    run = fused_experts.run
+    """The rows that run are those whose newest node lies in this layer or above it."""
+    model, ran = rt.build("mre", image_shape=(1, 8, 8), num_classes=10).eval(), []
+    cpp, *others = operations.experts.implementations
 
-    def counted(hidden_nD, active_n1N, *rest):
+    def counted(experts, hidden_nD, *rest):
         ran.append(len(hidden_nD))
-        return run(hidden_nD, active_n1N, *rest)
+        return cpp.run(experts, hidden_nD, *rest)
 
-    images = torch.randn(100, 1, 8, 8)
+    images = torch.rand(100, 1, 8, 8)
     with torch.no_grad():
-        nodes_BT = model(images).sequence.nodes
-        monkeypatch.setattr(fused_experts, "run", counted)
+        nodes_BT = model(images).routes[0].nodes
+        monkeypatch.setattr(operations.experts, "implementations", (replace(cpp, run=counted), *others))
         steps = list(rt.anytime(model, images))
     newest_BT = nodes_BT // 8
     expected = [
         int(((nodes_BT[:, t] >= 0) & (newest_BT[:, t] <= l)).sum()) for t in range(len(steps) - 1) for l in range(4)
     ]
-    assert ran == expected
+    assert ran == [num for num in expected if num]
     assert sum(ran) < 100 * len(ran)
 
 
@@ -163,9 +171,9 @@ def test_mixed_precision_runs_and_trains():
     program = """
 import torch, raytraced as rt
 torch.set_num_threads(1)
-for execution in ("dense", "sparse"):
-    layer = rt.RaytracedExperts(16, 3, 4, execution=execution)
-    with torch.autocast("cpu", torch.bfloat16):
+for way in ("dense", "sparse"):
+    layer = rt.RaytracedExperts(16, 3, 4)
+    with torch.autocast("cpu", torch.bfloat16), rt.operations.use(experts=way):
         out = layer(torch.randn(12, 16), generator=torch.Generator().manual_seed(0))
     out.hidden.float().sum().backward()
     assert out.hidden.isfinite().all() and layer.experts.weights[0].grad.isfinite().all()

@@ -9,39 +9,45 @@ __version__ = "0.1.0"
 _HOME = {
     "RoutingNetwork": "routing",
     "Rates": "routing",
-    "activation_sequence": "sequence",
-    "Sequence": "sequence",
-    "MLPExperts": "experts",
-    "RaytracedExperts": "layer",
+    "Route": "sequence",
+    "MLPExperts": "grid",
+    "RoutedLayer": "layer",
     "LayerOutput": "layer",
     "HiddenOnly": "layer",
-    "RaytracedClassifier": "classifier",
-    "Output": "classifier",
-    "preset": "classifier",
-    "anytime": "prefixes",
-    "Step": "prefixes",
-    "rays": "",
+    "activation_sequence": "routers.raytraced",
+    "RaytracedExperts": "routers.raytraced",
+    "PAPER": "routers.raytraced",
+    "Output": "models.output",
+    "build": "models.table",
+    "anytime": "stopping",
+    "Step": "stopping",
     "load": "saving",
+    "save": "saving",
+    "operations": "",
+    "rays": "",
 }
 
 __all__ = [*_HOME, "__version__"]
 
 if TYPE_CHECKING:
+    from raytraced import operations as operations
     from raytraced import rays as rays
-    from raytraced.classifier import Output as Output
-    from raytraced.classifier import RaytracedClassifier as RaytracedClassifier
-    from raytraced.classifier import preset as preset
-    from raytraced.experts import MLPExperts as MLPExperts
+    from raytraced.grid import MLPExperts as MLPExperts
     from raytraced.layer import HiddenOnly as HiddenOnly
     from raytraced.layer import LayerOutput as LayerOutput
-    from raytraced.layer import RaytracedExperts as RaytracedExperts
-    from raytraced.prefixes import Step as Step
-    from raytraced.prefixes import anytime as anytime
+    from raytraced.layer import RoutedLayer as RoutedLayer
+    from raytraced.models.output import Output as Output
+    from raytraced.models.table import build as build
+    from raytraced.routers.raytraced import PAPER as PAPER
+    from raytraced.routers.raytraced import RaytracedExperts as RaytracedExperts
+    from raytraced.routers.raytraced import activation_sequence as activation_sequence
     from raytraced.routing import Rates as Rates
     from raytraced.routing import RoutingNetwork as RoutingNetwork
     from raytraced.saving import load as load
-    from raytraced.sequence import Sequence as Sequence
-    from raytraced.sequence import activation_sequence as activation_sequence
+    from raytraced.saving import save as save
+    from raytraced.sequence import Route as Route
+    from raytraced.stopping import Step as Step
+    from raytraced.stopping import anytime as anytime
 
 
 def __getattr__(name: str) -> Any:

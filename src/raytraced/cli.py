@@ -26,21 +26,27 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command("raytraced.training.commands:train", "train a model; ends with its accuracy and the run folder"),
-    "evaluate": Command(
-        "raytraced.training.commands:evaluate", "accuracy, loss, calibration and experts used of a run"
-    ),
-    "predict": Command("raytraced.training.commands:predict", "classify image files with a trained model"),
-    "resume": Command("raytraced.training.commands:resume", "go on with a run that was stopped, exactly where it was"),
-    "runs": Command("raytraced.training.commands:runs", "a table of past runs"),
-    "compare": Command("raytraced.training.commands:compare", "curves and a table of several runs"),
-    "models": Command("raytraced.baselines.commands:models", "every model: reference, parameters, multiply-adds"),
-    "reproduce": Command("raytraced.reproduce.commands:reproduce", "the paper's tables, figures and claims, and more"),
-    "benchmark": Command("raytraced.benchmark.commands:benchmark", "speed and memory as ratios, side by side"),
-    "data list": Command("raytraced.data.commands:list_data", "data sets: cached or not, size, source"),
-    "data get": Command("raytraced.data.commands:get", "download and verify data sets"),
-    "data show": Command("raytraced.data.commands:show", "a contact sheet with labels, and class counts"),
+    "train": Command("raytraced.commands.training:train", "train a model; ends with its figures and the run folder"),
+    "evaluate": Command("raytraced.commands.training:evaluate", "how good a trained model is, how sure, what it uses"),
+    "predict": Command("raytraced.commands.training:predict", "what a trained model makes of files of one's own"),
+    "resume": Command("raytraced.commands.training:resume", "go on with a run that was stopped, exactly where it was"),
+    "runs": Command("raytraced.commands.training:runs", "a table of past runs"),
+    "compare": Command("raytraced.commands.training:compare", "curves and a table of several runs"),
+    "models": Command("raytraced.commands.models:models", "every model: reference, parameters, multiply-adds"),
+    "reproduce": Command("raytraced.commands.reproduce:reproduce", "the paper's tables, figures and claims, and more"),
+    "benchmark": Command("raytraced.commands.benchmark:benchmark", "speed and memory as ratios, side by side"),
+    "data list": Command("raytraced.commands.data:list_data", "data sets: cached or not, size, source"),
+    "data get": Command("raytraced.commands.data:get", "download and verify data sets"),
+    "data show": Command("raytraced.commands.data:show", "a contact sheet with labels, and class counts"),
 }
+
+
+# Options by the names that other tools give them.
+SYNONYMS = {
+    "learning_rate": "lr", "dataset": "data", "arch": "model", "batch": "batch_size", "num_epochs": "epochs",
+    "workers": "threads", "gpu": "device", "out": "output", "decay": "weight_decay", "image_size": "data_options.size",
+    "augment": "data_options.augment",
+}  # fmt: skip
 
 
 class UsageError(ValueError):
@@ -139,16 +145,26 @@ def read_arguments(name: str, function: Callable[..., Any], words: list[str]) ->
     try:
         if config_name is None:
             return plain(parser.parse_args(words))
+        questions = ("-h", "--help", "--print_config")  # these end the parsing, and come second
+        rest = [word for word in words if word.partition("=")[0] not in questions]
+        if "--print_config" in words:
+            print_given(plain(parser.parse_args(rest, defaults=False)))
         if hasattr(config_type, "preset_values"):
-            answers = ("-h", "--help", "--print_config")  # these end the parsing, and come second
-            chosen = plain(parser.parse_args([word for word in words if word.partition("=")[0] not in answers]))
-            parser.set_defaults(config_type.preset_values(chosen))
+            parser.set_defaults(config_type.preset_values(plain(parser.parse_args(rest))))
         values = plain(parser.parse_args(words))
     except jsonargparse.ArgumentError as error:
         raise UsageError(f"{name}: {explain(str(error), options)}") from error
     own = {field.name for field in fields(config_type)}
     config = config_type(**{key: value for key, value in values.items() if key in own})
     return {config_name: config} | {key: value for key, value in values.items() if key in types}
+
+
+def print_given(values: dict[str, Any]) -> typing.NoReturn:
+    """Print what was set and nothing else, as a file for `-c`: a preset still applies to other data, then end."""
+    import yaml
+
+    print(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), end="")
+    sys.exit(0)
 
 
 def normalise(words: list[str], options: dict[str, Any]) -> Iterable[list[str]]:
@@ -209,9 +225,11 @@ def explain(text: str, options: dict[str, Any]) -> str:
         return f"{key[1]}={value[1]}: must be {type_name(kind)}"
     unknown = re.search(r"unrecognized arguments: (\S+)", text) or re.search(r"Option '([^']+)' is not accepted", text)
     if unknown:
-        known = [*options, "help", "config", "print_config"]
+        known = {name: name for name in (*options, "help", "config", "print_config")} | SYNONYMS
         word = unknown[1].partition("=")[0]
         return f"{word}: no such option{suggestion(word.lstrip('-').split('.')[0], known, prefix=word.startswith('-'))}"
+    if "Unexpected config" in text:
+        return "-c: the file is empty, or holds no options; give a YAML file as --print_config prints it"
     return re.sub(r"\s+", " ", text.replace('Parser key "config":', "")).strip()
 
 
@@ -222,13 +240,14 @@ def type_name(kind: Any) -> str:
     return " or ".join(type_name(member) for member in members) if members else names.get(kind, str(kind))
 
 
-def suggestion(word: str, known: Iterable[str], prefix: bool = False) -> str:
+def suggestion(word: str, known: Iterable[str] | dict[str, str], prefix: bool = False) -> str:
     """The end of an error message: what was probably meant, else what there is to see."""
-    meant = {key.replace("-", "_"): key for key in known}
+    names = known if isinstance(known, dict) else {name: name for name in known}
+    meant = {key.replace("-", "_"): name for key, name in names.items()}
     close = difflib.get_close_matches(word.replace("-", "_"), meant, n=1)
     if not close:
         return "; see --help"
-    return f"; did you mean {'--' + close[0].replace('_', '-') if prefix else meant[close[0]]}?"
+    return f"; did you mean {'--' + meant[close[0]].replace('_', '-') if prefix else meant[close[0]]}?"
 
 
 def describe(error: Exception) -> str:

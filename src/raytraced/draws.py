@@ -4,6 +4,8 @@ Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"
 kernel computes the same words. Axes: B batch, K candidates (nodes, then the output node), W = 4 words of a block.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -50,5 +52,29 @@ def exponential(seed: Tensor, rows_B: Tensor, step: int, num_candidates: int) ->
 
 def new_seed(generator: torch.Generator | None, device: torch.device) -> Tensor:
     """One 64-bit seed from a generator (PyTorch's global one where it is None)."""
+    check_generator(generator)
     source = device if generator is None else generator.device
     return torch.randint(2**63 - 1, (), generator=generator, device=source).to(device)
+
+
+def check_generator(generator: torch.Generator | None) -> None:
+    """Refuse what draws cannot come from, a bare seed for instance."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator={generator!r}: must be a torch.Generator, or None for PyTorch's global one")
+
+
+def fixed_draws(generator: torch.Generator | None) -> Callable[[], torch.Generator]:
+    """A function that gives a generator in the same state at every call: calls that use it draw alike.
+
+    Where there is none, a seed is taken from PyTorch's global one.
+    """
+    if generator is None:
+        generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+    check_generator(generator)
+    state = generator.get_state()
+
+    def again() -> torch.Generator:
+        generator.set_state(state)
+        return generator
+
+    return again

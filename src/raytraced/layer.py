@@ -1,133 +1,140 @@
-"""The raytraced layer: gate, routing network, activation sequence and experts as one module in place of an MLP block.
+"""A routed layer: a router decides who runs, a grid of experts runs; hidden vectors in and out.
 
-Axes: B batch (any leading shape, flattened), L layers, N experts a layer, D width.
+Axes: B batch (any leading shape, flattened), L layers, S steps (layers, times the rounds of each), N experts a layer, D width.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from functools import partial
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
-from raytraced.experts import (
-    Choice,
-    Execution,
-    MLPExperts,
-    ModuleExperts,
-    Stream,
-    choose_execution,
-    run_stack,
-)
-from raytraced.routing import Rates, RoutingNetwork
-from raytraced.sequence import (
-    RATE_FLOOR,
-    Estimator,
-    Select,
-    Sequence,
-    Stop,
-    activation_sequence,
-    check_options,
-)
+from raytraced import operations
+from raytraced.draws import check_generator, new_seed, uniform
+from raytraced.grid import Experts, MLPExperts, ModuleExperts, Stream, run_stream
+from raytraced.routing import Rates
+from raytraced.sequence import Route, Select
+from raytraced.words import require, require_one_of
 
-Weighting = Literal["unit", "through", "rates", "rates-to-one"]
-MaskGradient = Literal["all", "active"]
+
+class Work(NamedTuple):
+    """Multiply-adds and parameters that some part of a model took for each sample, or for any."""
+
+    multiply_adds: Tensor | int
+    parameters: Tensor | int
+
+
+class Choice(NamedTuple):
+    """What a router decided, for one step (B, N), or for all of them where it can plan ahead (B, S, N)."""
+
+    active: Tensor  # 0 or 1
+    weights: Tensor  # how much an expert's output counts, 0 where it does not run
+    loss: Tensor | None = None  # the router's own, weighted
+    route: Route | None = None  # of a plan, if there is more to tell than who is active
+    decision: Any = None  # what `Router.policy_loss` judges once the losses are known
 
 
 class LayerOutput(NamedTuple):
-    """What every routed layer returns: hidden vectors, which experts ran, and what is particular to the layer."""
+    """What every routed layer returns."""
 
-    hidden: Tensor  # (..., D)
-    active: Tensor  # (..., L, N), 0 or 1
-    sequence: Sequence | None = None  # of raytraced layers
-    loss: Tensor | None = None  # the layer's own loss, weighted: balance, policy gradient
+    hidden: Tensor  # (..., D), the updated vectors
+    route: Route
+    loss: Tensor | None = None  # the router's own, weighted
+    judge: Callable[[Tensor], Tensor] | None = None  # the loss of each row (B,) -> a loss for what was decided
+    given: Tensor | None = None  # what a residual stream started from
 
-
-# How much an active expert's output counts. The mask A carries the draws' gradient in all of them.
-
-
-def unit_weights(active_BLN: Tensor, rates_BLN: Tensor) -> Tensor:
-    """The paper: active experts are summed as they are."""
-    return active_BLN
+    @property
+    def update(self) -> Tensor:
+        """What the experts add, alone: for a block that stands in `x + block(norm(x))`."""
+        return self.hidden if self.given is None else self.hidden - self.given
 
 
-def through_weights(active_BLN: Tensor, rates_BLN: Tensor) -> Tensor:
-    """f / f.detach(): the value is exactly 1, but the firing rates get a gradient."""
-    fixed_BLN = rates_BLN.detach()
-    return active_BLN * (1 + (rates_BLN - fixed_BLN) / fixed_BLN.clamp_min(RATE_FLOOR))
+class Call(NamedTuple):
+    """What one call of a layer asks for besides its rows: how to choose, a budget, and where draws come from."""
+
+    select: Select | None = None
+    max_experts: int | None = None
+    generator: torch.Generator | None = None
+    rows: Tensor | None = None  # (B,), None for 0 … B − 1
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nothing is asked that only some routers can do."""
+        return self.select in (None, "greedy") and self.max_experts is None
 
 
-def rates_to_one_weights(active_BLN: Tensor, rates_BLN: Tensor) -> Tensor:
-    """Firing rates, normalised to sum to one over the active experts of a layer."""
-    total_BL1 = (active_BLN * rates_BLN).sum(-1, keepdim=True)
-    # In an empty layer an expert's weight would be 1, were it the first: that is the gradient its mask gets.
-    share_BLN = torch.where(total_BL1 > 0, rates_BLN / total_BL1.clamp_min(RATE_FLOOR), 1.0)
-    return active_BLN * share_BLN
+class Draws:
+    """Uniform numbers for the rows of one call; a seed is taken from the generator only if a number is asked for."""
+
+    def __init__(self, call: Call, like_BD: Tensor) -> None:
+        self.generator = call.generator
+        self.rows_B = torch.arange(len(like_BD), device=like_BD.device) if call.rows is None else call.rows
+        self.seed: Tensor | None = None
+
+    def uniform(self, step: int) -> Tensor:
+        """(B,), a pure function of the seed, the row and the step."""
+        if self.seed is None:
+            self.seed = new_seed(self.generator, self.rows_B.device)
+        return uniform(self.seed, self.rows_B, step)
 
 
-def rates_weights(active_BLN: Tensor, rates_BLN: Tensor) -> Tensor:
-    """Firing rates, normalised to sum to the number of active experts of a layer."""
-    count_BL1 = active_BLN.detach().sum(-1, keepdim=True).clamp_min(1)
-    return rates_to_one_weights(active_BLN, rates_BLN) * count_BL1
+class Router(nn.Module):
+    """Turns hidden vectors into who runs, with which weight, and says what it cost to decide.
 
-
-WEIGHTINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "unit": unit_weights,
-    "through": through_weights,
-    "rates": rates_weights,
-    "rates-to-one": rates_to_one_weights,
-}
-
-
-class RaytracedExperts(nn.Module):
-    """A grid of experts of which every input vector runs its own sequence; hidden (..., D) in and out."""
+    A router that needs to see only the layer's input gives the `plan` of all steps; any other is asked step by step.
+    """
 
     def __init__(
-        self,
-        dim: int,
-        num_layers: int,
-        num_experts: int,
-        *,
-        expert: Callable[[], nn.Module] | None = None,
-        hidden: int | None = None,
-        num_hidden: int = 2,
-        stream: Stream = "residual",
-        weighting: Weighting = "through",
-        mask_gradient: MaskGradient = "active",
-        estimator: Estimator = "reinmax",
-        temperature: float = 20.0,
-        stop: Stop = "drawn",
-        train_select: Select = "sample",
-        scale_init: bool = True,
-        reach: float = 0.0,
-        execution: Execution = "auto",
+        self, dim: int, num_layers: int, num_experts: int, *, num_outlets: int | None = None, num_rounds: int = 1
     ) -> None:
         super().__init__()
-        if dim < 1:
-            raise ValueError(f"dim={dim}: must be at least 1")
-        for name, value, allowed in (
-            ("stream", stream, get_args(Stream)),
-            ("weighting", weighting, tuple(WEIGHTINGS)),
-            ("mask_gradient", mask_gradient, get_args(MaskGradient)),
-            ("train_select", train_select, get_args(Select)),
-            ("execution", execution, get_args(Execution)),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
-        if execution == "sparse" and mask_gradient == "all":
-            raise ValueError("execution='sparse' with mask_gradient='all': inactive experts must run; use 'active'")
-        if expert is not None and (hidden is not None or num_hidden != 2):
-            raise ValueError(f"hidden={hidden}, num_hidden={num_hidden}: are for the default MLP, not with `expert`")
-        check_options(select=train_select, stop=stop, estimator=estimator, temperature=temperature)
-        self.execution = execution
-        self.dim, self.stream, self.weighting, self.mask_gradient = dim, stream, weighting, mask_gradient
-        self.estimator, self.temperature, self.stop, self.train_select = estimator, temperature, stop, train_select
-        self.routing = RoutingNetwork(num_layers, num_experts, scale_init=scale_init, reach=reach)
-        self.gate = nn.Linear(dim, num_experts)
-        self.experts = (
-            MLPExperts(num_layers, num_experts, dim, hidden, num_hidden)
-            if expert is None
-            else ModuleExperts(num_layers, num_experts, expert)
-        )
+        for name, value in (("dim", dim), ("num_layers", num_layers), ("num_experts", num_experts)):
+            require(value >= 1, name, value, "must be at least 1")
+        require(num_rounds >= 1, "num_rounds", num_rounds, "must be at least 1")
+        self.num_layers, self.num_experts, self.num_rounds = num_layers, num_experts, num_rounds
+        outlets = num_experts if num_outlets is None else num_outlets
+        self.gates = nn.ModuleList(nn.Linear(dim, outlets) for _ in range(num_layers * num_rounds) if outlets)
+
+    def reset_parameters(self) -> None:
+        """Draw what a router has besides its gates; called once, when the experts exist."""
+
+    def plan(self, hidden_BD: Tensor, call: Call) -> Choice | None:
+        """Who runs in all steps, or None where that must be asked step by step."""
+        if not call.is_default:
+            raise ValueError("select and max_experts: are for layers that answer along the way, this one does not")
+        return None
+
+    def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:
+        """Who runs at a step, and with which weight."""
+        raise NotImplementedError(f"{type(self).__name__}: needs `plan` or `route`")
+
+    def policy_loss(self, decisions: list[Any], experts_B: Tensor, losses_B: Tensor) -> Tensor:
+        """The loss of decisions, given how many experts they ran and the loss of each row that they led to."""
+        raise NotImplementedError(f"{type(self).__name__}: makes decisions, so it needs `policy_loss`")
+
+    def gate_logits(self, step: int, hidden_BD: Tensor) -> Tensor:
+        """What the gate of a step says (B, outlets), at least in float32."""
+        logits_BN: Tensor = self.gates[step](hidden_BD)
+        return logits_BN.to(torch.promote_types(logits_BN.dtype, torch.float32))
+
+    def work(self, route: Route) -> Work:
+        """What it takes to decide for one sample; here the same whatever is chosen."""
+        weights = sum(gate.weight.numel() for gate in self.gates if isinstance(gate, nn.Linear))
+        return Work(weights, sum(parameter.numel() for parameter in self.gates.parameters()))
+
+
+class RoutedLayer(nn.Module):
+    """A router, a grid of experts and the stream that carries hidden vectors (..., D) through it."""
+
+    answers_along_the_way = False
+
+    def __init__(self, router: Router, experts: Experts, dim: int, *, stream: Stream = "residual") -> None:
+        super().__init__()
+        require_one_of("stream", stream, get_args(Stream))
+        self.dim, self.stream = dim, stream
+        self.router, self.experts = router, experts
+        router.reset_parameters()
 
     def forward(
         self,
@@ -137,122 +144,168 @@ class RaytracedExperts(nn.Module):
         max_experts: int | None = None,
         generator: torch.Generator | None = None,
         rows: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> LayerOutput:
-        """Draw each vector's activation sequence from the vector alone, then run the experts on it.
+        """Decide who runs and run it; vectors whose mask (...) is False pass by: no routing, no load, no cost.
 
-        `select` defaults to `train_select` in training and to "greedy" in evaluation.
+        What a vector draws follows from the generator's seed and its number in `rows` (...) alone (default: 0, 1, 2, …).
+        `select` is how raytraced layers choose: "sample" or "greedy"; they run at most `max_experts` experts a vector.
         """
-        self._check(hidden)
-        hidden_BD = hidden.reshape(-1, self.dim)
-        sequence = self.sequence(hidden_BD, select=select, max_experts=max_experts, generator=generator, rows=rows)
-        hidden_BD = self.run_experts(hidden_BD, sequence.active, self.weigh(sequence))
-        sequence = _with_leading_shape(sequence, hidden.shape[:-1])
-        return LayerOutput(hidden_BD.view(hidden.shape), sequence.active, sequence)
+        hidden_BD, call, put_back = self.as_rows(hidden, Call(select, max_experts, generator, rows), mask)
+        return put_back(self.run(hidden_BD, call))
 
-    def sequence(
-        self,
-        hidden_BD: Tensor,
-        *,
-        select: Select | None = None,
-        max_experts: int | None = None,
-        generator: torch.Generator | None = None,
-        rows: Tensor | None = None,
-    ) -> Sequence:
-        """The activation sequence of each vector; no expert runs."""
-        return self.sequence_from(
-            self.entry(hidden_BD), select=select, max_experts=max_experts, generator=generator, rows=rows
+    def as_rows(
+        self, hidden: Tensor, call: Call, mask: Tensor | None
+    ) -> tuple[Tensor, Call, Callable[[LayerOutput], LayerOutput]]:
+        """The vectors that a mask leaves, as rows (B, D), the call for them, and how to put what came of them in place."""
+        self.check(hidden)
+        check_generator(call.generator)
+        shape, given = hidden.shape[:-1], hidden if self.stream == "residual" else None
+        hidden_BD, rows_B = hidden.reshape(-1, self.dim), flat("rows", call.rows, shape)
+        if mask is None:
+            kept_n = None
+        else:
+            require(mask.dtype == torch.bool, "mask", mask.dtype, "must be torch.bool, False where there is padding")
+            kept_n = flat("mask", mask, shape).nonzero()[:, 0]  # type: ignore[union-attr]
+            rows_B = kept_n if rows_B is None else rows_B[kept_n]
+
+        def put_back(out: LayerOutput) -> LayerOutput:
+            if kept_n is not None:
+                out = _spread(out, kept_n, hidden_BD, self.stream)
+            return out._replace(hidden=out.hidden.view(hidden.shape), route=_shaped(out.route, shape), given=given)
+
+        return hidden_BD if kept_n is None else hidden_BD[kept_n], call._replace(rows=rows_B), put_back
+
+    def run(self, hidden_BD: Tensor, call: Call) -> LayerOutput:
+        """Rows (B, D) through the grid: all at once where the router has a plan, else layer by layer."""
+        plan = self.router.plan(hidden_BD, call)
+        if plan is not None:
+            hidden_BD = operations.experts(self.experts, hidden_BD, plan.active, plan.weights, self.stream)
+            return LayerOutput(hidden_BD, plan.route or _unordered(plan.active), plan.loss)
+        draws, choices, apart = Draws(call, hidden_BD), [], operations.unstacked(self.experts, hidden_BD)
+
+        def update(step: int, stream_BD: Tensor) -> Tensor:
+            choice = self.router.route(step, stream_BD, draws)
+            choices.append(choice)
+            layer = step // self.router.num_rounds
+            return operations.experts_layer(apart, layer, stream_BD, choice.weights, choice.active)
+
+        hidden_BD = run_stream(self.stream, self.router.num_layers * self.router.num_rounds, hidden_BD, update)
+        route = _unordered(torch.stack([choice.active for choice in choices], 1))
+        losses = [choice.loss for choice in choices if choice.loss is not None]
+        decisions = [choice.decision for choice in choices if choice.decision is not None]
+        judge = partial(self.router.policy_loss, decisions, route.num_active) if decisions else None
+        return LayerOutput(hidden_BD, route, torch.stack(losses).sum() if losses else None, judge)
+
+    def work(self, route: Route) -> dict[str, Work]:
+        """What deciding and running took, for each vector."""
+        active = route.active.detach()
+        # An expert that runs in two rounds has its parameters once.
+        used = active.unflatten(-2, (-1, self.router.num_rounds)).amax(-2).sum((-1, -2)).long()
+        runs = active.sum((-1, -2)).long()
+        experts = Work(
+            runs * operations.expert_multiply_adds(self.experts, self.dim), used * self.experts.num_parameters
         )
+        return {"routing": self.router.work(route), "experts": experts}
 
-    def entry(self, hidden_BD: Tensor) -> Tensor:
-        """The rates that enter the first layer (B, N), at least in float32."""
-        logits_BN = self.gate(hidden_BD)
-        return logits_BN.softmax(-1, dtype=torch.promote_types(logits_BN.dtype, torch.float32))
-
-    def sequence_from(
-        self,
-        entry_BN: Tensor,
-        *,
-        select: Select | None = None,
-        max_experts: int | None = None,
-        generator: torch.Generator | None = None,
-        rows: Tensor | None = None,
-    ) -> Sequence:
-        """The activation sequence that these entry rates lead to."""
-        return activation_sequence(
-            self.routing,
-            entry_BN,
-            select=select or (self.train_select if self.training else "greedy"),
-            stop=self.stop,
-            estimator=self.estimator,
-            temperature=self.temperature,
-            max_experts=max_experts,
-            generator=generator,
-            rows=rows,
-        )
-
-    def weigh(self, sequence: Sequence) -> Tensor:
-        """How much each expert's output counts (B, L, N)."""
-        return WEIGHTINGS[self.weighting](sequence.active, sequence.rates.nodes)
-
-    def run_experts(self, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor) -> Tensor:
-        """Run the active experts, each weighted; all of them where inactive ones need a gradient for their mask."""
-        return run_stack(
-            self.experts,
-            hidden_BD,
-            active_BLN,
-            weights_BLN,
-            self.stream,
-            execution=self.execution,
-            needs_inactive=self._needs_inactive,
-        )
-
-    @property
-    def _needs_inactive(self) -> bool:
-        return self.mask_gradient == "all" and torch.is_grad_enabled()
-
-    def explain_execution(self, hidden: Tensor) -> Choice:
-        """How the experts would be run on these vectors, dense or sparse, and why."""
-        hidden_BD = hidden.reshape(-1, self.dim)
-        weights_BLN = hidden_BD.new_empty(len(hidden_BD), self.routing.num_layers, self.routing.num_experts)
-        return choose_execution(
-            self.experts, hidden_BD, weights_BLN, self.execution, needs_inactive=self._needs_inactive
-        )
-
-    def _check(self, hidden: Tensor) -> None:
+    def check(self, hidden: Tensor) -> None:
+        """Refuse vectors of another width."""
         if hidden.ndim == 0 or hidden.shape[-1] != self.dim:
             raise ValueError(f"hidden has shape {tuple(hidden.shape)}: the last axis must be dim={self.dim}")
-        expected = self.gate.weight.dtype
-        if hidden.dtype != expected and not torch.is_autocast_enabled(hidden.device.type):
-            raise ValueError(
-                f"hidden is {hidden.dtype}: must be {expected} as the parameters; convert one, or use autocast"
-            )
 
     def extra_repr(self) -> str:
-        return (
-            f"stream={self.stream}, weighting={self.weighting}, mask_gradient={self.mask_gradient}, "
-            f"estimator={self.estimator}, stop={self.stop}, train_select={self.train_select}"
-        )
+        return f"stream={self.stream}"
 
 
-def _with_leading_shape(sequence: Sequence, shape: torch.Size) -> Sequence:
+def make_grid(
+    dim: int,
+    num_layers: int,
+    num_experts: int,
+    expert: Callable[[], nn.Module] | None = None,
+    hidden: int | None = None,
+    num_hidden: int = 2,
+) -> Experts:
+    """The experts of a layer: the paper's MLPs of some width, or modules of a factory of one's own."""
+    if expert is None:
+        return MLPExperts(num_layers, num_experts, dim, hidden, num_hidden)
+    if hidden is not None or num_hidden != 2:
+        raise ValueError(f"hidden={hidden}, num_hidden={num_hidden}: are for the default MLP, not with `expert`")
+    return ModuleExperts(num_layers, num_experts, expert)
+
+
+def routed_layer(
+    router: type[Router],
+    dim: int,
+    num_layers: int,
+    num_experts: int,
+    *,
+    expert: Callable[[], nn.Module] | None = None,
+    hidden: int | None = None,
+    num_hidden: int = 2,
+    stream: Stream = "residual",
+    **options: Any,
+) -> RoutedLayer:
+    """A layer of a router, made with its own options, and a grid of experts."""
+    made = router(dim, num_layers, num_experts, **options)
+    return RoutedLayer(made, make_grid(dim, num_layers, num_experts, expert, hidden, num_hidden), dim, stream=stream)
+
+
+def flat(name: str, values: Tensor | None, shape: torch.Size) -> Tensor | None:
+    """One number for each hidden vector, as (B,)."""
+    if values is None:
+        return None
+    if values.shape not in (shape, (shape.numel(),)):
+        raise ValueError(f"{name} has shape {tuple(values.shape)}: must be {tuple(shape)}, one value for each vector")
+    if values.is_floating_point():
+        raise ValueError(f"{name} are {values.dtype}: must be whole numbers")
+    return values.reshape(-1)
+
+
+def _unordered(active_BSN: Tensor) -> Route:
+    return Route(active_BSN, None, active_BSN.detach().sum((-1, -2)).long(), None)
+
+
+def _shaped(route: Route, shape: torch.Size) -> Route:
     """Give every field (B, …) the leading shape that the hidden vectors came in."""
     if len(shape) == 1:
-        return sequence
-    active, nodes, num_active, rates = sequence
-    return Sequence(
-        active.unflatten(0, shape) if shape else active[0],
-        nodes.unflatten(0, shape) if shape else nodes[0],
-        num_active.view(shape),
-        Rates(rates.nodes.unflatten(0, shape) if shape else rates.nodes[0], rates.output.view(shape)),
+        return route
+    return _map(route, lambda field: field.unflatten(0, shape) if shape else field[0])
+
+
+def _spread(out: LayerOutput, kept_n: Tensor, hidden_BD: Tensor, stream: Stream) -> LayerOutput:
+    """What was found for some rows put among all of them; the others activated nothing."""
+    passed_BD = hidden_BD if stream == "residual" else torch.zeros_like(hidden_BD)
+
+    def among_all(field: Tensor) -> Tensor:
+        fill = -1 if field is out.route.nodes else 0
+        return field.new_full((len(hidden_BD), *field.shape[1:]), fill).index_copy(0, kept_n, field)
+
+    hidden_BD = passed_BD.index_copy(0, kept_n, out.hidden.to(passed_BD.dtype))
+    judge = None if out.judge is None else lambda losses_B: out.judge(losses_B[kept_n])  # type: ignore[misc]
+    return out._replace(hidden=hidden_BD, route=_map(out.route, among_all), judge=judge)
+
+
+def _map(route: Route, change: Callable[[Tensor], Tensor]) -> Route:
+    """The same change to every tensor of a route."""
+    active, nodes, num_active, rates = route
+    return Route(
+        change(active),
+        None if nodes is None else change(nodes),
+        change(num_active),
+        None if rates is None else Rates(change(rates.nodes), change(rates.output)),
     )
 
 
 class HiddenOnly(nn.Module):
-    """The one-line adapter for nn.Sequential: a routed layer that returns only its hidden vectors."""
+    """For nn.Sequential and for blocks of one's own: a routed layer that returns only its hidden vectors.
 
-    def __init__(self, layer: nn.Module) -> None:
+    With `update=True` it returns what the experts add, alone, as an MLP block does inside `x + block(norm(x))`.
+    """
+
+    def __init__(self, layer: nn.Module, *, update: bool = False) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.update = layer, update
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.layer(hidden).hidden
+    def forward(self, hidden: Tensor, **options: Any) -> Tensor:
+        out: LayerOutput = self.layer(hidden, **options)
+        return out.update if self.update else out.hidden

@@ -9,8 +9,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from raytraced.draws import exponential, new_seed, uniform
+from raytraced.draws import exponential, uniform
 from raytraced.routing import Rates, RoutingNetwork
+from raytraced.words import require, require_one_of
 
 Select = Literal["sample", "greedy"]
 Stop = Literal["drawn", "dominant"]
@@ -20,13 +21,17 @@ Estimator = Literal["reinmax", "gumbel", "straight-through"]
 RATE_FLOOR = 1e-6
 
 
-class Sequence(NamedTuple):
-    """What a batch activated: the set, the order, the count, and the firing rates under the final set."""
+class Route(NamedTuple):
+    """What one routed layer did: the set, the order, the count, and the firing rates under the final set.
+
+    The leading shape is that of the hidden vectors, (B,) or (B, T). Layers that route without an order or without rates
+    (the rivals) leave those out.
+    """
 
     active: Tensor  # (B, L, N), exactly 0 or 1; its gradient goes back through every draw
-    nodes: Tensor  # (B, T), node ℓ·N + i in order of activation, padded with -1
+    nodes: Tensor | None  # (B, T), node ℓ·N + i in order of activation, padded with -1
     num_active: Tensor  # (B,)
-    rates: Rates
+    rates: Rates | None
 
 
 # How each estimator carries a gradient from a draw, one-hot over the candidates, back to the probabilities it came from.
@@ -120,7 +125,7 @@ def unroll(
     num_steps: int,
     seed: Tensor | None,
     rows_B: Tensor | None,
-) -> Sequence:
+) -> Route:
     """Algorithm 1 step by step in plain PyTorch, the definition of every faster version; greedy where seed is None."""
     B, L, N, M = entry_BN.shape[0], routing.num_layers, routing.num_experts, routing.num_nodes
     rows_B = torch.arange(B, device=entry_BN.device) if rows_B is None else rows_B
@@ -147,64 +152,51 @@ def unroll(
         running_B = running_B & (choice_B < M)
         nodes_BT[:, step] = torch.where(running_B, choice_B, -1)
     active_BLN = active_BM.view(B, L, N)
-    return Sequence(active_BLN, nodes_BT, (nodes_BT >= 0).sum(-1), routing(entry_BN, active_BLN))
+    return Route(active_BLN, nodes_BT, (nodes_BT >= 0).sum(-1), routing(entry_BN, active_BLN))
 
 
-def activation_sequence(
-    routing: RoutingNetwork,
-    entry: Tensor,
-    *,
-    select: Select = "sample",
-    stop: Stop = "drawn",
-    estimator: Estimator = "reinmax",
-    temperature: float = 20.0,
-    max_experts: int | None = None,
-    generator: torch.Generator | None = None,
-    rows: Tensor | None = None,
-) -> Sequence:
-    """Find every sample's activation sequence from its entry rates (B, N), before any expert runs.
-
-    One seed is taken from `generator`; what a sample draws then depends on that seed and its row number alone
-    (`rows`, default 0 … B − 1: pass the numbers of a larger batch to draw as its part).
-    """
-    check_options(select=select, stop=stop, estimator=estimator, temperature=temperature, max_experts=max_experts)
-    num_steps = routing.num_nodes if max_experts is None else min(max_experts, routing.num_nodes)
-    check_rows(rows, entry.shape[0])
-    seed = new_seed(generator, entry.device) if select == "sample" else None
-    entry = entry.to(torch.promote_types(entry.dtype, torch.float32))
-    from raytraced import kernels  # here, not above: the kernels build on this file
-
-    run = kernels.sequence if kernels.can_run_sequence(routing, entry) else unroll
-    return run(
-        routing,
-        entry,
-        stop=stop,
-        estimator=estimator,
-        temperature=temperature,
-        num_steps=num_steps,
-        seed=seed,
-        rows_B=rows,
-    )
+# How much an active expert's output counts. The mask A carries the draws' gradient in all of them.
 
 
-def check_options(
+def unit_weights(active_BLN: Tensor, rates_BLN: Tensor) -> Tensor:
+    """The paper: active experts are summed as they are."""
+    return active_BLN
+
+
+def rates_to_one_weights(active_BLN: Tensor, rates_BLN: Tensor) -> Tensor:
+    """Firing rates, normalised to sum to one over the active experts of a layer."""
+    total_BL1 = (active_BLN * rates_BLN).sum(-1, keepdim=True)
+    # In an empty layer an expert's weight would be 1, were it the first: that is the gradient its mask gets.
+    share_BLN = torch.where(total_BL1 > 0, rates_BLN / total_BL1.clamp_min(RATE_FLOOR), 1.0)
+    return active_BLN * share_BLN
+
+
+def rates_weights(active_BLN: Tensor, rates_BLN: Tensor) -> Tensor:
+    """Firing rates, normalised to sum to the number of active experts of a layer."""
+    count_BL1 = active_BLN.detach().sum(-1, keepdim=True).clamp_min(1)
+    return rates_to_one_weights(active_BLN, rates_BLN) * count_BL1
+
+
+WEIGHTINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "unit": unit_weights,
+    "rates-to-one": rates_to_one_weights,
+    "rates": rates_weights,
+}
+
+
+def check_sequence_options(
     *, select: str, stop: str, estimator: str, temperature: float = 1.0, max_experts: int | None = None
 ) -> None:
     """Raise a ValueError that names the option, its value and the rule."""
-    for name, value, allowed in (
-        ("select", select, ("sample", "greedy")),
-        ("stop", stop, ("drawn", "dominant")),
-        ("estimator", estimator, tuple(GRADIENTS)),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed)}")
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature={temperature}: must be positive and finite; the paper uses 10 to 50")
-    if max_experts is not None and max_experts < 0:
-        raise ValueError(f"max_experts={max_experts}: must be at least 0, or None for no budget")
-
-
-def check_rows(rows: Tensor | None, num_samples: int) -> None:
-    """Raise a ValueError unless there is one number for each sample."""
-    if rows is not None and rows.shape != (num_samples,):
-        raise ValueError(f"rows has shape {tuple(rows.shape)}: must be ({num_samples},), one number for each sample")
+    require_one_of("select", select, ("sample", "greedy"))
+    require_one_of("stop", stop, ("drawn", "dominant"))
+    require_one_of("estimator", estimator, GRADIENTS)
+    require(
+        0 < temperature < float("inf"),
+        "temperature",
+        temperature,
+        "must be positive and finite; the paper has 10 to 50",
+    )
+    require(
+        max_experts is None or max_experts >= 0, "max_experts", max_experts, "must be at least 0, or None for no budget"
+    )

@@ -3,62 +3,69 @@ import json
 import pytest
 
 from raytraced.benchmark import report
-from raytraced.benchmark.outcome import Check, Outcome
-from raytraced.benchmark.results import ResultsFile
+from raytraced.benchmark.results import Outcome, ResultsFile
+from raytraced.benchmark.timing import Contender, Timings
 
-MACHINE = {
-    "processor": "a processor", "instructions": ["avx2"], "cores": 2, "memory_gb": 8, "system": "Linux x86_64",
-    "python": "3", "torch": "2", "torch_instructions": "AVX2", "blas": "mkl", "kernels": "avx2",
-}  # fmt: skip
-TIME = {"median_ms": 2.0, "quartiles_ms": [1.0, 3.0], "samples": 3, "threads": 1}
-ROW = {
-    "layers": 2, "experts_a_layer": 4, "steps": 3.0, "active": 2.0, "active_in_training": 2.0, "training_us": 2.0,
-    "inference_held_us": 1.0, "whole_grid_work_in_training": 10.0,
-}  # fmt: skip
+MACHINE = {"processor": "a processor", "cores": 2, "images": "mnist"}
 
 
 @pytest.fixture
 def content(tmp_path):
-    results = ResultsFile(tmp_path / "results.json", MACHINE, {"code": "1", "settings": [1]})
-    results.add("c", Outcome([Check("step | x", 1.5, 1.1, "at most", (1.4, 1.6), "9.0 experts")]), 1.0)
-    peers = Outcome(
-        [Check("ours ÷ p", 0.5, 1.0, "below"), Check("ours ÷ q", None, 1.0, "below", note="not installed")],
-        {"times": {"ours, 16→16": TIME, "p, eager, 16→16": TIME, "p, grouped, 16→16": TIME}},
-    )
-    results.add("g", peers, 1.0)
-    table = [
-        ROW | {"grid": f"2×{n}", "inference_us": n**2, "training_us": n**3, "whole_grid_work": n**3,
-               "whole_grid_work_in_training": n**3, "active_work": n**2}
-        for n in (4, 8)
-    ]  # fmt: skip
-    exponents = dict.fromkeys(
-        ("inference against T·L·N³", "inference against the multiply-adds of active nodes", "training against T·L·N³"),
-        0.5,
-    )
-    results.add("j", Outcome([Check("exponent", 0.5, 0.8, "at most")], {"table": table, "exponents": exponents}), 1.0)
-    return results.content
+    file = ResultsFile(tmp_path / "results.json", MACHINE, {"code": "1", "settings": {}})
+    mre, top2 = Contender("mre | x", list, 2, experts=5.25), Contender("top-k", list, experts=8)
+    file.add("step", Outcome([Timings({mre.name: [3.0] * 3, top2.name: [2.0, 2.5, 3.0]}).row(mre, top2)]), 1.0, 0.01)
+    fast = Contender("drawn", list)
+    same = {"the same draws": True, "rates within 1e-6": False}
+    file.add("sequence", Outcome([Timings({"drawn": [0.1], "top-k": [8.0]}).row(fast, top2)], same), 1.0, 0.43)
+    missing = {"what": "ours", "against": "a peer", "ratio": None}
+    note = {"note": "not installed (no module): pip install 'raytraced[bench]'"}
+    file.add("peers", Outcome([missing | note]), 1.0, None)
+    file.add("memory", Outcome([{"what": "x", "against": "y", "ratio": 0.5, "mb": 2.0, "against_mb": 4.0}]), 1.0, None)
+    return file.content
 
 
-def test_the_table_tells_value_bar_and_verdict(content):
-    rows = {row[0]: row for row in report.rows(content)}
-    assert rows["c"][2:] == ("1.5", "at most 1.1", "**no**", "step | x")
-    assert rows["g"][2:] == ("not measured", "below 1", "**no**", "ours ÷ q")
-    assert rows["j"][4] == "yes"
+def lines_of(tmp_path, start):
+    return [line for line in (tmp_path / "results.md").read_text().splitlines() if line.startswith(start)]
 
 
 def test_the_report_is_written_from_the_json_alone(content, tmp_path):
-    again = json.loads((tmp_path / "results.json").read_text())
-    report.write(again, tmp_path)
+    report.write(json.loads((tmp_path / "results.json").read_text()), tmp_path)
     text = (tmp_path / "results.md").read_text()
-    assert "| c | step \\| x | 1.5 | 1.4 … 1.6 | at most 1.1 | **no** | 9.0 experts |" in text
-    assert "a processor, 2 cores (avx2)" in text
-    for plot in ("bars.png", "peers.png", "growth.png"):
-        assert (tmp_path / plot).stat().st_size > 5000
-        assert f"]({plot})" in text
+    assert "processor: a processor; cores: 2; images: mnist." in text
+    row = "| step | mre \\| x | top-k | 1.2 | 1.1 … 1.35 | 3000 ms | 2500 ms | 2 | 5.25 against 8 |"
+    assert lines_of(tmp_path, "| step") == [row]
+    assert lines_of(tmp_path, "| memory") == ["| memory | x | y | 0.5 |  | 2 MB | 4 MB | 1 | – against – |"]
+    assert (tmp_path / "ratios.png").stat().st_size > 5000
+    assert "](ratios.png)" in text
+    widths = {line.replace("\\|", "").count("|") for line in text.splitlines() if line.startswith("|")}
+    assert len(widths) == 1
 
 
-def test_a_plot_without_its_bar_is_left_out(content, tmp_path):
-    del content["bars"]["g"]
+def test_a_missing_peer_stands_in_the_table_with_the_command_that_installs_it(content, tmp_path):
     report.write(content, tmp_path)
-    assert not (tmp_path / "peers.png").exists()
-    assert (tmp_path / "bars.png").exists()
+    (row,) = lines_of(tmp_path, "| peers")
+    assert row.startswith("| peers | ours | a peer | – | not installed (no module): pip install 'raytraced[bench]' |")
+
+
+def test_figures_taken_on_a_loaded_machine_say_so_in_file_and_terminal(content, tmp_path):
+    report.write(content, tmp_path)
+    said = "measured while other processes took 43% of the cores"
+    assert said in lines_of(tmp_path, "- **sequence**")[0]
+    assert said in report.text("sequence", content["workloads"]["sequence"])
+    assert "other processes" not in lines_of(tmp_path, "- **step**")[0]
+
+
+def test_whether_both_sides_computed_the_same_is_told(content, tmp_path):
+    report.write(content, tmp_path)
+    assert "the same draws: yes; rates within 1e-6: **no**" in lines_of(tmp_path, "- **sequence**")[0]
+
+
+def test_figures_of_other_code_say_so(content, tmp_path):
+    content["workloads"]["step"]["measured"]["code"] = "0"
+    report.write(content, tmp_path)
+    assert "measured with other code" in lines_of(tmp_path, "- **step**")[0]
+    assert "other code" not in lines_of(tmp_path, "- **memory**")[0]
+
+
+def test_a_small_ratio_is_told_the_other_way_round_too(content):
+    assert "drawn ÷ top-k: 0.0125 (1/80)" in report.text("sequence", content["workloads"]["sequence"])

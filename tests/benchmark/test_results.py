@@ -2,84 +2,63 @@ import json
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
-from raytraced.benchmark import bars, commands, results, timing
-from raytraced.benchmark.outcome import Check, Outcome
-from raytraced.benchmark.results import ResultsFile, code_hash, git_commit
+from raytraced.benchmark import model_workloads, results, table, timing
+from raytraced.benchmark.results import Others, Outcome, ResultsFile, code_hash
+from raytraced.commands import benchmark
 
-MACHINE, STAMP = {"processor": "p"}, {"code": "1", "settings": [1], "commit": "c"}
-
-
-def outcome(value=2.0):
-    return Outcome([Check("x", value, 1.0, "at most")], samples={"x": [value]})
+MACHINE, STAMP = {"processor": "p"}, {"code": "1", "settings": {"rounds": 1}}
 
 
-@pytest.mark.parametrize(
-    ("rule", "value", "holds"),
-    [
-        ("at most", 1.0, True), ("at most", 1.01, False), ("at least", 1.0, True), ("at least", 0.99, False),
-        ("below", 1.0, False), ("below", 0.99, True), ("below", None, False), ("at most", None, False),
-    ],
-)  # fmt: skip
-def test_a_check_holds_by_its_rule_and_never_unmeasured(rule, value, holds):
-    assert Check("x", value, 1.0, rule).holds is holds
+def outcome(ratio=2.0):
+    return Outcome([{"what": "x", "against": "y", "ratio": ratio, "quartiles": [1.9, 2.1]}])
 
 
-def test_the_worst_check_gives_the_value_and_all_must_hold():
-    checks = [
-        Check("half", 0.5, 1.0, "at most"),
-        Check("over", 3.0, 2.0, "at most"),
-        Check("fast", 30.0, 25, "at least"),
-    ]
-    bar = Outcome(checks).as_dict()
-    assert (bar["value"], bar["bar"], bar["holds"], bar["detail"]["worst"]) == (3.0, 2.0, False, "over")
-    assert Outcome([checks[0], checks[2]]).as_dict()["value"] == 30.0  # 25/30 is nearer to its limit than 1/2
-    assert Outcome([checks[0], checks[2]]).holds
-    assert Outcome([checks[2], Check("faster", 90.0, 25, "at least")]).worst.what == "fast"
+def test_an_entry_has_its_figures_under_plain_names_with_code_time_and_load(tmp_path):
+    file = ResultsFile(tmp_path / "results.json", MACHINE, STAMP)
+    row = {"what": "x", "against": "y", "ratio": 1.23456789, "quartiles": (1.0, 1.5), "median_ms": 3.0, "threads": 1}
+    file.add("sequence", Outcome([row], {"the same draws": True}), 2.5, 0.25)
+    saved = json.loads((tmp_path / "results.json").read_text())
+    assert saved["machine"] == MACHINE
+    entry = saved["workloads"]["sequence"]
+    assert entry["rows"] == [row | {"ratio": 1.2346, "quartiles": [1.0, 1.5]}]
+    assert entry["conditions"] == {"the same draws": True}
+    assert entry["others_share_of_cores"] == 0.25
+    assert entry["measured"]["code"] == "1"
+    assert entry["measured"]["seconds"] == 2.5
 
 
-def test_a_condition_that_fails_fails_the_bar():
-    assert not Outcome([Check("x", 0.5, 1.0, "at most")], conditions={"equal": False}).as_dict()["holds"]
-
-
-def test_an_unmeasured_check_is_the_worst():
-    bar = Outcome(
-        [Check("over", 30.0, 2.0, "at most"), Check("lost", None, 1.0, "below", note="no such module")]
-    ).as_dict()
-    assert bar["value"] is None
-    assert not bar["holds"]
-    assert bar["detail"]["checks"][1]["note"] == "no such module"
-
-
-def test_a_finished_bar_is_on_disk_at_once_and_not_measured_again(tmp_path):
+def test_a_finished_workload_is_on_disk_at_once_and_not_measured_again(tmp_path):
     path = tmp_path / "results.json"
-    ResultsFile(path, MACHINE, STAMP).add("b", outcome(), 1.0)
+    ResultsFile(path, MACHINE, STAMP).add("latency", outcome(), 1.0, None)
     again = ResultsFile(path, MACHINE, STAMP)
-    assert again.is_done("b")
-    assert not again.is_done("a")
-    again.add("a", outcome(3.0), 1.0)
-    saved = json.loads(path.read_text())
-    assert {letter: bar["value"] for letter, bar in saved["bars"].items()} == {"a": 3.0, "b": 2.0}
-    assert list(saved["bars"]) == ["a", "b"]
-    assert saved["samples"] == {"a": {"x": [3.0]}, "b": {"x": [2.0]}}
+    assert again.is_done("latency")
+    assert not again.is_done("step")
+    again.add("step", outcome(3.0), 1.0, None)
+    saved = json.loads(path.read_text())["workloads"]
+    assert {name: entry["rows"][0]["ratio"] for name, entry in saved.items()} == {"step": 3.0, "latency": 2.0}
+    assert list(saved) == ["step", "latency"]  # in the order of the table
 
 
-@pytest.mark.parametrize(
-    ("stamp", "done"), [({"code": "2"}, False), ({"settings": [2]}, False), ({"commit": "d"}, True)]
-)
-def test_other_code_or_settings_are_measured_again_but_a_mere_commit_is_not(tmp_path, stamp, done):
+@pytest.mark.parametrize("stamp", [{"code": "2"}, {"settings": {"rounds": 2}}])
+def test_other_code_or_settings_are_measured_again_but_the_old_figures_stay_until_then(tmp_path, stamp):
     path = tmp_path / "results.json"
-    ResultsFile(path, MACHINE, STAMP).add("a", outcome(), 1.0)
-    assert ResultsFile(path, MACHINE, STAMP | stamp).is_done("a") is done
+    ResultsFile(path, MACHINE, STAMP).add("step", outcome(), 1.0, None)
+    again = ResultsFile(path, MACHINE, STAMP | stamp)
+    assert not again.is_done("step")
+    assert again.content["workloads"]["step"]["measured"]["code"] == "1"
+    assert again.content["code"] == (STAMP | stamp)["code"]
 
 
 def test_another_machine_or_fresh_begins_anew(tmp_path):
     path = tmp_path / "results.json"
-    ResultsFile(path, MACHINE, STAMP).add("a", outcome(), 1.0)
-    assert not ResultsFile(path, {"processor": "q"}, STAMP).is_done("a")
-    assert not ResultsFile(path, MACHINE, STAMP, fresh=True).is_done("a")
+    ResultsFile(path, MACHINE, STAMP).add("step", outcome(), 1.0, None)
+    assert not ResultsFile(path, {"processor": "q"}, STAMP).is_done("step")
+    assert not ResultsFile(path, MACHINE, STAMP, fresh=True).is_done("step")
 
 
 def test_a_file_that_is_not_json_is_refused_with_a_remedy(tmp_path):
@@ -89,56 +68,79 @@ def test_a_file_that_is_not_json_is_refused_with_a_remedy(tmp_path):
         ResultsFile(path, MACHINE, STAMP)
 
 
-def test_code_hash_changes_with_a_byte_of_code_and_with_nothing_else(tmp_path):
+def test_code_hash_changes_with_a_byte_of_code_that_is_measured_and_with_nothing_else(tmp_path):
     (tmp_path / "a.py").write_text("x = 1")
     before = code_hash(tmp_path)
     (tmp_path / "notes.txt").write_text("no code")
+    for folder in ("reproduce", "pictures"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.py").write_text("not measured")
     assert code_hash(tmp_path) == before
-    (tmp_path / "kernel.cpp").write_text("")
+    (tmp_path / "operations").mkdir()
+    (tmp_path / "operations" / "kernel.cpp").write_text("")
     assert code_hash(tmp_path) != before
 
 
-def test_outside_of_a_clone_there_is_no_commit(tmp_path):
-    assert git_commit(tmp_path) is None
+def test_own_work_is_not_that_of_others():
+    """Ticks as the system would count them: 60 of 100 busy, of which 20 are this process's."""
+    others = Others()
+    ticks = iter([(100.0, 300.0, 50.0), (160.0, 400.0, 70.0)])
+    others._ticks = lambda: next(ticks)
+    others.since = others._ticks()
+    assert others.share() == pytest.approx(0.4)
 
 
-SCRIPT = """
-import os, pathlib, signal, sys
-from raytraced.benchmark import bars, commands, results, timing
-from raytraced.benchmark.outcome import Check, Outcome
-
-def measure(letter):
-    def run(bench):
-        print("measured", letter, flush=True)
-        if letter == "c":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return Outcome([Check("x", 1.0, 1.0, "at most")])
-    return run
-
-results.code_hash = lambda package: "1"
-bars.BARS = {letter: bars.Bar(letter, measure(letter)) for letter in "abcd"}
-commands.run(list("abcd"), pathlib.Path(sys.argv[1]), timing.QUICK, False)
-"""
+def test_the_share_of_others_is_read_from_this_system():
+    others = Others()
+    until = time.process_time() + 0.1
+    while time.process_time() < until:
+        pass
+    share = others.share()
+    assert share is None or 0 <= share <= 1
 
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Bars a to d that only note that they were asked for, and a letter at which Ctrl-C is pressed."""
-    calls = []
+    """Workloads a to d that only note that they were asked for, and a name at which Ctrl-C is pressed."""
+    calls, stop = [], [""]
 
-    def measure(letter):
+    def measure(name):
         def run(bench):
-            calls.append(letter)
-            if letter == stop[0]:
+            calls.append(name)
+            if name == stop[0]:
                 raise KeyboardInterrupt
             return outcome()
 
         return run
 
-    stop = [""]
     monkeypatch.setattr(results, "code_hash", lambda package: "1")
-    monkeypatch.setattr(bars, "BARS", {letter: bars.Bar(letter, measure(letter)) for letter in "abcd"})
+    monkeypatch.setattr(table, "WORKLOADS", FAKE := dict.fromkeys("abcd", "a title"))
+    for module in ("results", "report"):
+        monkeypatch.setattr(f"raytraced.benchmark.{module}.WORKLOADS", FAKE)
+    for name in FAKE:
+        monkeypatch.setattr(model_workloads, name, measure(name), raising=False)
     return calls, stop
+
+
+SCRIPT = """
+import os, pathlib, signal, sys
+from raytraced.benchmark import model_workloads, report, results, timing
+from raytraced.commands import benchmark
+
+def measure(name):
+    def run(bench):
+        print("measured", name, flush=True)
+        if name == "c":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return results.Outcome([{"what": "x", "against": "y", "ratio": 2.0, "quartiles": [1.9, 2.1]}])
+    return run
+
+results.code_hash = lambda package: "1"
+results.WORKLOADS = report.WORKLOADS = dict.fromkeys("abcd", "a title")
+for name in "abcd":
+    setattr(model_workloads, name, measure(name))
+benchmark.run(list("abcd"), pathlib.Path(sys.argv[1]), timing.QUICK, "digits", False)
+"""
 
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path, measured, capsys):
@@ -146,10 +148,10 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path, measured, capsys):
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert [line for line in killed.stdout.splitlines() if line.startswith("measured")][-1] == "measured c"
     calls, _ = measured
-    assert commands.run(list("abcd"), tmp_path, timing.QUICK, fresh=False) == 0
+    benchmark.run(list("abcd"), tmp_path, timing.QUICK, "digits", fresh=False)
     assert calls == ["c", "d"]
     assert "2 of 4 measured before" in capsys.readouterr().out
-    assert sorted(json.loads((tmp_path / "results.json").read_text())["bars"]) == ["a", "b", "c", "d"]
+    assert sorted(json.loads((tmp_path / "results.json").read_text())["workloads"]) == ["a", "b", "c", "d"]
     assert not list(tmp_path.glob(".*.tmp"))
 
 
@@ -157,15 +159,25 @@ def test_an_interrupted_run_says_how_to_go_on_and_keeps_what_is_finished(tmp_pat
     calls, stop = measured
     stop[0] = "b"
     with pytest.raises(KeyboardInterrupt):
-        commands.run(list("abcd"), tmp_path, timing.QUICK, fresh=False)
+        benchmark.run(list("abcd"), tmp_path, timing.QUICK, "digits", fresh=False)
     assert "the same command goes on" in capsys.readouterr().out
     stop[0] = ""
-    assert commands.run(list("abcd"), tmp_path, timing.QUICK, fresh=False) == 0
+    benchmark.run(list("abcd"), tmp_path, timing.QUICK, "digits", fresh=False)
     assert calls == ["a", "b", "b", "c", "d"]
 
 
 def test_fresh_measures_everything_again(tmp_path, measured):
     calls, _ = measured
     for _ in range(2):
-        commands.run(["a"], tmp_path, timing.QUICK, fresh=True)
+        benchmark.run(["a"], tmp_path, timing.QUICK, "digits", fresh=True)
     assert calls == ["a", "a"]
+
+
+def test_the_live_bar_has_no_thread_that_redraws_while_times_are_taken(tmp_path, measured, monkeypatch, capsys):
+    running = []
+    monkeypatch.setattr(model_workloads, "a", lambda bench: running.append(threading.active_count()) or outcome())
+    before = threading.active_count()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    benchmark.run(["a"], tmp_path, timing.QUICK, "digits", fresh=True)
+    assert running == [before]
+    assert "1/1" in capsys.readouterr().out  # there was a bar, and it got to its end

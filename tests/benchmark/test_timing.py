@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from raytraced.benchmark.timing import Contender, Settings, Timings, interleave, quartiles
+from raytraced.benchmark.timing import Contender, Settings, Timings, interleave
 
 FAST = Settings(rounds=4, sample_seconds=0.0, seconds=1e9, least_rounds=2, latencies=6, train_steps=1)
 
@@ -25,7 +25,7 @@ class Clock:
             self.calls.append((name, torch.get_num_threads()))
             self.now += seconds
 
-        return Contender(run, threads)
+        return Contender(name, run, threads)
 
 
 def names(calls):
@@ -34,10 +34,9 @@ def names(calls):
 
 def test_contenders_take_turns():
     clock = Clock()
-    interleave({"A": clock.contender("A", 1), "B": clock.contender("B", 2)}, FAST, clock=clock)
-    assert (
-        names(clock.calls) == "AABB" + "AABB" * 4
-    )  # two calls of each that do not count, then in turns, each after one that does not
+    interleave([clock.contender("A", 1), clock.contender("B", 2)], FAST, clock=clock)
+    # two calls of each that do not count, then in turns, each after one that does not
+    assert names(clock.calls) == "AABB" + "AABB" * 4
 
 
 def test_samples_are_seconds_a_call_and_warm_up_does_not_count():
@@ -47,37 +46,38 @@ def test_samples_are_seconds_a_call_and_warm_up_does_not_count():
     def run():
         clock.now += next(durations)
 
-    timings = interleave({"A": Contender(run)}, FAST, clock=clock)
-    assert timings.samples == {"A": [1.0, 2.0, 4.0, 8.0]}
-    assert timings.median("A") == 3.0
+    one = Contender("A", run)
+    timings = interleave([one], FAST, clock=clock)
+    assert timings == {"A": [1.0, 2.0, 4.0, 8.0]}
+    assert timings.median(one) == 3.0
 
 
 def test_a_short_call_is_repeated_until_a_sample_is_long_enough():
     clock = Clock()
     settings = FAST._replace(sample_seconds=1.0, rounds=3)
-    timings = interleave({"A": clock.contender("A", 0.25)}, settings, clock=clock)
+    timings = interleave([clock.contender("A", 0.25)], settings, clock=clock)
     assert len(clock.calls) == 2 + 3 * (1 + 4)
-    assert timings.samples["A"] == [0.25] * 3
+    assert timings["A"] == [0.25] * 3
 
 
 def test_single_calls_are_not_repeated():
     clock = Clock()
     settings = FAST._replace(sample_seconds=1.0)
-    timings = interleave({"A": clock.contender("A", 0.25)}, settings, single_calls=True, clock=clock)
-    assert len(timings.samples["A"]) == settings.latencies
+    timings = interleave([clock.contender("A", 0.25)], settings, single_calls=True, clock=clock)
+    assert len(timings["A"]) == settings.latencies
     assert len(clock.calls) == 2 + settings.latencies
 
 
 def test_it_stops_when_time_is_up_but_not_before_the_least_rounds():
     clock = Clock()
     settings = FAST._replace(rounds=100, seconds=10.0, least_rounds=2)
-    assert len(interleave({"A": clock.contender("A", 2)}, settings, clock=clock).samples["A"]) == 3
-    assert len(interleave({"A": clock.contender("A", 50)}, settings, clock=clock).samples["A"]) == 2
+    assert len(interleave([clock.contender("A", 2)], settings, clock=clock)["A"]) == 3
+    assert len(interleave([clock.contender("A", 50)], settings, clock=clock)["A"]) == 2
 
 
 def test_each_contender_runs_with_its_threads_and_the_callers_come_back():
     clock = Clock()
-    interleave({"A": clock.contender("A", 1), "B": clock.contender("B", 1, threads=2)}, FAST, clock=clock)
+    interleave([clock.contender("A", 1), clock.contender("B", 1, threads=2)], FAST, clock=clock)
     assert {threads for name, threads in clock.calls if name == "A"} == {1}
     assert {threads for name, threads in clock.calls if name == "B"} == {2}
     assert torch.get_num_threads() == 1
@@ -88,18 +88,30 @@ def test_an_interrupt_restores_threads_and_garbage_collection():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        interleave({"A": Contender(run, threads=2)}, FAST)
+        interleave([Contender("A", run, threads=2)], FAST)
     assert torch.get_num_threads() == 1
     assert gc.isenabled()
 
 
-def test_ratio_is_that_of_medians_with_quartiles_round_by_round():
-    timings = Timings({"A": [2.0, 4.0, 6.0, 8.0, 90.0], "B": [1.0, 1.0, 2.0, 2.0, 3.0]}, {"A": 1, "B": 1})
-    ratio = timings.ratio("A", "B")
-    assert ratio.value == 6.0 / 2.0
-    assert (ratio.low, ratio.high) == (3.0, 4.0)  # of 2, 4, 3, 4, 30
-    assert timings.fastest(["A", "B"]) == "B"
+A, B = Contender("A", list, 2, experts=3.0), Contender("B", list, 1, experts=8.0)
 
 
-def test_quartiles_of_one_value_are_that_value():
-    assert quartiles([5.0]) == (5.0, 5.0)
+def test_a_ratio_is_that_of_medians_with_quartiles_round_by_round():
+    row = Timings({"A": [2.0, 4.0, 6.0, 8.0, 90.0], "B": [1.0, 1.0, 2.0, 2.0, 3.0]}).row(A, B)
+    assert row["ratio"] == 6.0 / 2.0
+    assert row["quartiles"] == [3.0, 4.0]  # of 2, 4, 3, 4, 30
+    assert (row["median_ms"], row["against_median_ms"], row["rounds"]) == (6000.0, 2000.0, 5)
+    assert (row["what"], row["against"], row["threads"]) == ("A", "B", 2)
+    assert (row["experts"], row["against_experts"]) == (3.0, 8.0)
+
+
+def test_what_a_time_is_held_against_can_be_a_part_or_a_multiple():
+    timings = Timings({"A": [6.0, 6.0, 9.0], "B": [2.0, 3.0, 3.0]})
+    whole, half = timings.row(A, B), timings.row(A, B, times=0.5)
+    assert half["ratio"] == 2 * whole["ratio"] == 4.0
+    assert half["quartiles"] == [2 * value for value in whole["quartiles"]]
+    assert half["against_median_ms"] == 1500.0
+
+
+def test_quartiles_of_one_round_are_its_ratio():
+    assert Timings({"A": [5.0], "B": [2.0]}).row(A, B)["quartiles"] == [2.5, 2.5]

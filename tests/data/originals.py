@@ -1,32 +1,53 @@
-"""Small data sets in the original formats, and a web server that serves them."""
+"""A small public set of no kind of task, and a web server that has its files."""
 
+import contextlib
+import gzip
 import hashlib
 import http.server
-import struct
 import threading
-from dataclasses import dataclass, field
+import zlib
 
-from raytraced.data.catalog import Address, ArrayInfo, PublicSet
+import numpy as np
+
+from raytraced.data.sources import Address, ArrayInfo, PublicSet
+
+SHAPES = {"letters": (40, 30), "numbers": (40,), "signs": (10, 30), "marks": (10,)}
+ARRAYS = {key: np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8) for key, shape in SHAPES.items()}
+FILES = {f"{key}.gz": gzip.compress(array.tobytes()) for key, array in ARRAYS.items()}
 
 
-def encode_idx(array):
-    """An IDX file as its page describes it: two zeros, the type, the number of axes, the sizes, the bytes."""
-    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
+def decode(files):
+    arrays = {}
+    for key, shape in SHAPES.items():
+        name = f"{key}.gz"
+        try:
+            content = gzip.decompress(files[name])
+        except (EOFError, OSError, zlib.error) as error:
+            raise ValueError(f"{name}: cut or damaged gzip file ({error})") from None
+        arrays[key] = np.frombuffer(content, dtype=np.uint8).reshape(-1, *shape[1:])
+    return arrays
 
 
-@dataclass
-class TinySet:
-    """Four random arrays as the three public sets have them, and the same as gzipped IDX files."""
+def info_of(array):
+    return ArrayInfo(array.shape, hashlib.sha256(array.tobytes()).hexdigest())
 
-    arrays: dict = field(default_factory=dict)
-    files: dict = field(default_factory=dict)
 
-    def public_set(self, *sources):
-        infos = {
-            key: ArrayInfo(array.shape, hashlib.sha256(array.tobytes()).hexdigest())
-            for key, array in self.arrays.items()
-        }
-        return PublicSet("tiny", "idx", ("a", "b"), infos, sources, ("Tiny/raw", "."))
+def tiny_set(*sources):
+    return PublicSet(
+        name="tiny",
+        arrays={key: info_of(array) for key, array in ARRAYS.items()},
+        wanted=frozenset(FILES),
+        decode=decode,
+        sources=sources,
+        folders=("Tiny/raw", "."),
+        archives=("tiny.tar.gz",),
+    )
+
+
+def assert_same(arrays, expected):
+    assert arrays.keys() == expected.keys()
+    for key, array in expected.items():
+        np.testing.assert_array_equal(arrays[key], array)
 
 
 class FileServer:
@@ -51,10 +72,11 @@ class FileServer:
                     self.send_error(404)
                     return
                 content = server.files[name]
-                self.send_response(200)
-                self.send_header("Content-Length", str(server.announced.get(name, len(content))))
-                self.end_headers()
-                self.wfile.write(content)
+                with contextlib.suppress(ConnectionError):  # a client that was told to give up has gone
+                    self.send_response(200)
+                    self.send_header("Content-Length", str(server.announced.get(name, len(content))))
+                    self.end_headers()
+                    self.wfile.write(content)
 
             def log_message(self, *_):
                 pass

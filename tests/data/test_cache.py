@@ -6,18 +6,20 @@ import resource
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from data.originals import ARRAYS, FILES, assert_same, tiny_set
 from raytraced.data import cache
 from raytraced.data.cache import cache_root, entry_folder, read_entry
-from raytraced.data.sources import obtain
+from raytraced.data.obtain import obtain
 
 OBTAIN = """
 import pickle, sys
 from pathlib import Path
-from raytraced.data.sources import obtain
+from raytraced.data.obtain import obtain
 arrays = obtain(pickle.loads(bytes.fromhex(sys.argv[1])), Path(sys.argv[2]))
 print(sum(int(array.sum(dtype=int)) for array in arrays.values()))
 """
@@ -26,12 +28,9 @@ print(sum(int(array.sum(dtype=int)) for array in arrays.values()))
 def start(public_set, root, **options):
     """Another process that obtains the set and prints the sum of all its bytes."""
     command = [sys.executable, "-c", OBTAIN, pickle.dumps(public_set).hex(), str(root)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-
-
-def assert_same(arrays, expected):
-    for key, array in expected.items():
-        np.testing.assert_array_equal(arrays[key], array)
+    path = str(Path(__file__).parents[1])  # where the set's `decode` is imported from
+    options |= {"env": os.environ | {"PYTHONPATH": path}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, **options)
 
 
 def alter(path, **how):
@@ -46,12 +45,12 @@ def alter(path, **how):
     path.write_bytes(content)
 
 
-def test_cached_arrays_are_memory_maps_that_never_change_the_file(tiny, server, tmp_path):
-    public_set = tiny.public_set(server.address)
+def test_cached_arrays_are_memory_maps_that_never_change_the_file(server, tmp_path):
+    public_set = tiny_set(server.address)
     arrays = obtain(public_set, tmp_path)
     assert all(isinstance(array, np.memmap) for array in arrays.values())
-    arrays["train_images"][:] = 0
-    assert_same(obtain(public_set, tmp_path, hashed=True), tiny.arrays)
+    arrays["letters"][:] = 0
+    assert_same(obtain(public_set, tmp_path, hashed=True), ARRAYS)
 
 
 @pytest.mark.parametrize(
@@ -64,40 +63,40 @@ def test_cached_arrays_are_memory_maps_that_never_change_the_file(tiny, server, 
         ({"text": b"something else"}, "cut or altered file"),
     ],
 )
-def test_altered_entry_is_told_discarded_and_fetched_again(tiny, server, tmp_path, capsys, how, found):
-    public_set = tiny.public_set(server.address)
+def test_altered_entry_is_told_discarded_and_fetched_again(server, tmp_path, capsys, how, found):
+    public_set = tiny_set(server.address)
     obtain(public_set, tmp_path)
-    alter(entry_folder(tmp_path, public_set) / "train_images.npy", **how)
+    alter(entry_folder(tmp_path, public_set) / "letters.npy", **how)
     capsys.readouterr()
     with pytest.raises(cache.DamagedError, match=found):
         read_entry(tmp_path, public_set)
-    assert_same(obtain(public_set, tmp_path), tiny.arrays)
+    assert_same(obtain(public_set, tmp_path), ARRAYS)
     assert "tiny: the cached copy is discarded and fetched again: " in capsys.readouterr().err
     assert len(server.requests) == 8
 
 
-def test_entry_that_lost_a_file_is_fetched_again(tiny, server, tmp_path, capsys):
-    public_set = tiny.public_set(server.address)
+def test_entry_that_lost_a_file_is_fetched_again(server, tmp_path, capsys):
+    public_set = tiny_set(server.address)
     obtain(public_set, tmp_path)
-    (entry_folder(tmp_path, public_set) / "test_labels.npy").unlink()
-    assert_same(obtain(public_set, tmp_path), tiny.arrays)
+    (entry_folder(tmp_path, public_set) / "marks.npy").unlink()
+    assert_same(obtain(public_set, tmp_path), ARRAYS)
     assert "expected 4 arrays, some are missing" in capsys.readouterr().err
 
 
-def test_altered_entry_is_not_used_when_nothing_can_replace_it(tiny, server, tmp_path):
-    public_set = tiny.public_set(server.address)
+def test_altered_entry_is_not_used_when_nothing_can_replace_it(server, tmp_path):
+    public_set = tiny_set(server.address)
     obtain(public_set, tmp_path)
-    alter(entry_folder(tmp_path, public_set) / "train_images.npy", from_end=7)
+    alter(entry_folder(tmp_path, public_set) / "letters.npy", from_end=7)
     server.files.clear()
     for _ in range(2):
         with pytest.raises(OSError, match="no source could give it"):
             obtain(public_set, tmp_path)
 
 
-def test_get_finds_an_altered_byte_even_behind_an_unchanged_time(tiny, server, tmp_path):
-    public_set = tiny.public_set(server.address)
+def test_get_finds_an_altered_byte_even_behind_an_unchanged_time(server, tmp_path):
+    public_set = tiny_set(server.address)
     obtain(public_set, tmp_path)
-    path = entry_folder(tmp_path, public_set) / "train_images.npy"
+    path = entry_folder(tmp_path, public_set) / "letters.npy"
     status = path.stat()
     alter(path, from_end=7)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -106,8 +105,8 @@ def test_get_finds_an_altered_byte_even_behind_an_unchanged_time(tiny, server, t
         read_entry(tmp_path, public_set, hashed=True)
 
 
-def test_bytes_are_hashed_again_only_when_a_file_changed(tiny, server, tmp_path, monkeypatch):
-    public_set = tiny.public_set(server.address)
+def test_bytes_are_hashed_again_only_when_a_file_changed(server, tmp_path, monkeypatch):
+    public_set = tiny_set(server.address)
     obtain(public_set, tmp_path)
     hashed = []
     plain_check = cache.check_array
@@ -118,14 +117,14 @@ def test_bytes_are_hashed_again_only_when_a_file_changed(tiny, server, tmp_path,
 
     monkeypatch.setattr(cache, "check_array", note_check)
     obtain(public_set, tmp_path)
-    os.utime(entry_folder(tmp_path, public_set) / "train_images.npy")
+    os.utime(entry_folder(tmp_path, public_set) / "letters.npy")
     obtain(public_set, tmp_path)
     obtain(public_set, tmp_path)
     assert hashed == [False] * 4 + [True, False, False, False] + [False] * 4
 
 
-def test_two_processes_at_once_download_once_and_both_end_well(tiny, server, tmp_path):
-    public_set = tiny.public_set(server.address)
+def test_two_processes_at_once_download_once_and_both_end_well(server, tmp_path):
+    public_set = tiny_set(server.address)
     server.gate.clear()
     processes = [start(public_set, tmp_path), start(public_set, tmp_path)]
     # The one without the lock says so; only then may the download of the other go on.
@@ -135,15 +134,15 @@ def test_two_processes_at_once_download_once_and_both_end_well(tiny, server, tmp
         f"tiny: trying {server.address}\n",
     ]
     server.gate.set()
-    total = sum(int(array.sum(dtype=int)) for array in tiny.arrays.values())
+    total = sum(int(array.sum(dtype=int)) for array in ARRAYS.values())
     for process in processes:
         output, errors = process.communicate(timeout=60)
         assert (process.returncode, output) == (0, f"{total}\n"), errors
-    assert sorted(server.requests) == sorted(tiny.files)
+    assert sorted(server.requests) == sorted(FILES)
 
 
-def test_process_killed_in_a_download_leaves_no_entry_and_no_lock(tiny, server, tmp_path):
-    public_set = tiny.public_set(server.address)
+def test_process_killed_in_a_download_leaves_no_entry_and_no_lock(server, tmp_path):
+    public_set = tiny_set(server.address)
     server.gate.clear()
     process = start(public_set, tmp_path)
     assert server.arrived.wait(60)
@@ -152,21 +151,21 @@ def test_process_killed_in_a_download_leaves_no_entry_and_no_lock(tiny, server, 
     assert len(list(tmp_path.glob(".tiny.*.tmp"))) == 1
     assert not entry_folder(tmp_path, public_set).exists()
     server.gate.set()
-    assert_same(obtain(public_set, tmp_path), tiny.arrays)
+    assert_same(obtain(public_set, tmp_path), ARRAYS)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".tiny.lock", "tiny-arrays"]
 
 
 @pytest.mark.parametrize("stage", ["download", "array"])
-def test_no_entry_appears_when_the_disk_is_full(tiny, server, tmp_path, stage):
+def test_no_entry_appears_when_the_disk_is_full(server, tmp_path, stage):
     # The largest array has 1200 random bytes: gzip cannot make them fewer, and its file has a header of 128.
-    largest = max(map(len, tiny.files.values()))
+    largest = max(map(len, FILES.values()))
     limit = largest - 1 if stage == "download" else largest + 1
     assert 1200 < largest < 1300
 
     def limit_files():
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    process = start(tiny.public_set(server.address), tmp_path, preexec_fn=limit_files)
+    process = start(tiny_set(server.address), tmp_path, preexec_fn=limit_files)
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0
     message = errors.splitlines()[-1]
@@ -176,16 +175,16 @@ def test_no_entry_appears_when_the_disk_is_full(tiny, server, tmp_path, stage):
     assert (stage == "array") == ("every checksum matches" in errors)
 
 
-def test_missing_cache_folder_is_made(tiny, server, tmp_path):
-    assert_same(obtain(tiny.public_set(server.address), tmp_path / "not" / "yet" / "there"), tiny.arrays)
+def test_missing_cache_folder_is_made(server, tmp_path):
+    assert_same(obtain(tiny_set(server.address), tmp_path / "not" / "yet" / "there"), ARRAYS)
 
 
-def test_cache_folder_that_cannot_be_made_is_told_with_the_remedy(tiny, server, tmp_path):
+def test_cache_folder_that_cannot_be_made_is_told_with_the_remedy(server, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(
         OSError, match=r"file/data: cannot be used as the cache folder \(Not a directory\); name another"
     ):
-        obtain(tiny.public_set(server.address), tmp_path / "file" / "data")
+        obtain(tiny_set(server.address), tmp_path / "file" / "data")
 
 
 def test_cache_folder_follows_root_then_raytraced_home_then_xdg(tmp_path, monkeypatch):

@@ -7,22 +7,24 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from raytraced.data import catalog
-from raytraced.data.commands import get, list_data, show
-from raytraced.data.sheet import contact_sheet
+from data.originals import tiny_set
+from raytraced.commands.data import get, list_data, show
+from raytraced.data.sources import Entry
+from raytraced.tasks.images import catalog
+from raytraced.tasks.images.sheet import contact_sheet
 
 
 @pytest.fixture
-def tiny_catalog(tiny, server, monkeypatch):
+def tiny_catalog(server, monkeypatch):
     """The tiny set in place of the public ones."""
-    public_set = tiny.public_set(server.address)
-    monkeypatch.setattr(catalog, "PUBLIC_SETS", {"tiny": public_set})
-    monkeypatch.setattr(catalog, "NAMES", ("digits", "tiny", "union"))
-    return public_set
+    tiny = tiny_set(server.address)
+    entries = {"digits": catalog.CATALOG["digits"], "tiny": Entry("bytes", (tiny,)), "union": Entry("all", (tiny,))}
+    monkeypatch.setattr(catalog, "CATALOG", entries)
+    return tiny
 
 
 def test_commands_are_imported_without_torch_and_numpy():
-    code = "import sys, raytraced.data.commands; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, raytraced.commands.data; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -47,8 +49,10 @@ def test_get_verifies_what_is_cached_already(tiny_catalog, tmp_path, capsys):
 
 
 def test_get_of_an_unknown_name_fetches_nothing(tiny_catalog, server, tmp_path):
-    with pytest.raises(ValueError, match="data set 'minst': unknown, the names are digits, tiny, union"):
-        get(["tiny", "minst"], root=str(tmp_path))
+    with pytest.raises(ValueError, match=r"data set 'tinny': unknown; did you mean tiny\?"):
+        get(["tiny", "tinny"], root=str(tmp_path))
+    with pytest.raises(ValueError, match="data set 'photos': unknown; must be one of digits, tiny, union"):
+        get(["tiny", "photos"], root=str(tmp_path))
     assert server.requests == []
 
 

@@ -2,7 +2,16 @@
 
 import pytest
 
-from raytraced.reproduce.claims import FAILS, HOLDS, PARTLY, UNKNOWN, judge_all, mean_curve
+from raytraced.reproduce.claims import (
+    FAILS,
+    HOLDS,
+    PARTLY,
+    UNKNOWN,
+    accuracy_by_budget,
+    first_reach,
+    judge_all,
+    settled,
+)
 from raytraced.reproduce.records import Results
 
 DATA = ("mnist", "fashion-mnist", "cifar10")
@@ -31,6 +40,13 @@ def test_harder_data_use_more_experts_if_the_counts_rise(record, experts, verdic
     assert claim.number == pytest.approx(experts[-1] / experts[0])
 
 
+def test_harder_data_hold_in_part_if_one_recipe_bears_it_out_and_the_number_is_ours(record):
+    runs = [record(data, experts=float(num)) for data, num in zip(DATA, (2, 3, 5), strict=True)]
+    runs += [record(data, "mre-paper", experts=4.0) for data in DATA]
+    claim = judge("harder data", *runs)
+    assert (claim.verdict, claim.number) == (PARTLY, 2.5)
+
+
 @pytest.mark.parametrize(("accuracies", "verdict"), [([0.9, 0.8, 0.7], HOLDS), ([0.7, 0.8, 0.9], FAILS)])
 def test_easy_classes_hold_if_experts_and_accuracy_go_against_each_other(record, accuracies, verdict):
     one = with_figures(record(), experts_per_class=[1.0, 2.0, 3.0], accuracy_per_class=accuracies)
@@ -51,12 +67,9 @@ def test_a_sequence_rises_if_it_ends_higher_and_hardly_falls(record, prefixes, v
 def test_balance_is_judged_against_top_k_and_by_dead_experts(record):
     even, uneven, dead = [[0.5] * 8] * 4, [[0.9] + [0.2] * 7] * 4, [[0.5] * 7 + [0.0]] * 4
 
-    def verdict(ours, theirs):  # fmt: skip
-        return judge(
-            "balanced use",
-            with_figures(record(), expert_load=ours),
-            with_figures(record(label="top-k"), expert_load=theirs),
-        ).verdict
+    def verdict(ours, theirs):
+        records = with_figures(record(), expert_load=ours), with_figures(record(label="top-k"), expert_load=theirs)
+        return judge("balanced use", *records).verdict
 
     assert verdict(even, uneven) == HOLDS
     assert verdict(uneven, even) == FAILS
@@ -69,16 +82,18 @@ def test_epochs_are_fewer_if_a_tenth_is_saved_against_top_k(record, curve, verdi
     assert claim.verdict == verdict
 
 
+def temperatures(record, *cases):
+    return [
+        record(label=f"mre-paper-tau-{tau}", group="temperature", family="mre-paper", setting=tau, seed=seed, accuracy=value)
+        for tau, values in cases
+        for seed, value in enumerate(values)
+    ]  # fmt: skip
+
+
 def test_temperature_is_robust_within_a_point(record):
     def claim(*accuracies):
-        taus = (1, 10, 20, 50)
-        return judge(
-            "temperature",
-            *(
-                record(label=f"mre-paper-tau-{tau}", group="temperature", accuracy=value)
-                for tau, value in zip(taus, accuracies, strict=True)
-            ),
-        )
+        cases = zip((1, 10, 20, 50), ([value] for value in accuracies), strict=True)
+        return judge("temperature", *temperatures(record, *cases))
 
     assert claim(0.2, 0.80, 0.809, 0.80).verdict == HOLDS  # 1 is outside of the claim
     assert claim(0.8, 0.80, 0.83, 0.80).verdict == FAILS
@@ -86,32 +101,80 @@ def test_temperature_is_robust_within_a_point(record):
 
 
 def test_temperature_whose_seeds_differ_by_points_is_not_robust(record):
-    runs = [
-        record(label=f"mre-paper-tau-{tau}", group="temperature", seed=seed, accuracy=value)
-        for tau, values in ((10, (0.6, 0.8)), (50, (0.8, 0.9)))
-        for seed, value in enumerate(values)
-    ]
+    runs = temperatures(record, (10, (0.6, 0.8)), (50, (0.8, 0.9)))
     assert judge("temperature", *runs).verdict == FAILS  # though within two standard errors
+
+
+def searches(record, data, label, grid, accuracy):
+    return [
+        record(data, f"{label}-lr-{lr:g}", group="search", family=label, setting=lr, lr=lr, validation=accuracy(lr))
+        for lr in grid
+    ]
 
 
 @pytest.mark.parametrize(("ours", "verdict"), [(5e-3, HOLDS), (2e-3, PARTLY), (5e-4, FAILS)])
 def test_the_learning_rates_are_those_that_did_best_on_validation(record, ours, verdict):
     grid = (5e-4, 2e-3, 5e-3)
     runs = [
-        record(label=f"{label}-lr-{lr:g}", group="search", lr=lr, validation=0.9 if lr == best else 0.8)
+        one
         for label, best in (("mre", ours), ("top-k", 5e-4))
-        for lr in grid
+        for one in searches(record, "mnist", label, grid, lambda lr, best=best: 0.9 if lr == best else 0.8)
     ]
     # searches of others than the paper's models and data sets are no part of the paper's claim
-    runs += [
-        record(data, f"{label}-lr-{lr:g}", group="search", lr=lr, validation=1 - lr)
-        for data, label in (("mnist", "dense-4"), ("digits", "mre"), ("union", "top-k"))
-        for lr in grid
-    ]
+    for data, label in (("mnist", "dense-4"), ("digits", "mre"), ("union", "top-k")):
+        runs += searches(record, data, label, grid, lambda lr: 1 - lr)
     claim = judge("learning rate", *runs)
     assert claim.verdict == verdict
     assert claim.number == pytest.approx(ours / 5e-4)
 
 
-def test_a_short_curve_goes_on_at_its_last_value():
-    assert mean_curve([[0.0, 1.0], [0.0, 0.5, 0.8]]) == pytest.approx([0, 0.75, 0.9])
+def test_a_short_curve_goes_on_at_its_last_value(record):
+    records = [record(prefixes=prefixes) for prefixes in ([0.0, 1.0], [0.0, 0.5, 0.8])]
+    assert accuracy_by_budget(records) == pytest.approx([0, 0.75, 0.9])
+
+
+def test_first_reach_is_the_first_epoch_at_or_above(record):
+    one = record(curve=[0.5, 0.8, 0.7, 0.9])
+    assert [first_reach(one, accuracy) for accuracy in (0.8, 0.81, 0.91)] == [2, 4, None]
+
+
+def test_a_run_has_settled_within_half_a_point_of_its_best(record):
+    assert settled(record(curve=[0.5, 0.894, 0.896, 0.9])) == 3
+
+
+def test_the_race_is_to_the_rivals_final_accuracy_less_half_a_point(record):
+    claim = judge(
+        "fewer epochs",
+        record(label="top-k", seed=0, curve=[0.5, 0.8, 0.895, 0.9]),
+        record(label="top-k", seed=1, curve=[0.5, 0.895, 0.9, 0.9]),
+        record(label="mre", seed=0, curve=[0.895, 0.9, 0.9, 0.9]),
+        record(label="mre", seed=1, curve=[0.6, 0.895, 0.9, 0.9]),
+    )
+    assert claim.number == pytest.approx(40)
+    told = "to 89.5%: top-k 2.5 epochs, 5 s, MRE 1.5 epochs, 3 s (-40% epochs)"
+    assert claim.evidence == f"MNIST, each at its best: {told}"
+    assert claim.number_is.endswith("mean of the 1 of 1 races that MRE finishes")
+
+
+def test_seconds_are_at_the_pace_of_the_fastest_epoch(record):
+    slow, quick = record(label="top-k", seed=0, curve=[0.5, 0.9]), record(label="top-k", seed=1, curve=[0.5, 0.9])
+    quick.history["seconds"][0] = 0.5  # the others shared their core
+    evidence = judge("fewer epochs", slow, quick, record(label="mre", curve=[0.5, 0.9])).evidence
+    assert "top-k 2.0 epochs, 1 s, MRE 2.0 epochs, 4 s (+0% epochs)" in evidence
+
+
+def test_a_seed_that_never_arrives_is_not_averaged_away(record):
+    claim = judge(
+        "fewer epochs",
+        record(label="top-k", curve=[0.8, 0.9]),
+        record(label="mre", seed=0, curve=[0.95, 0.95]),
+        record(label="mre", seed=1, curve=[0.5, 0.6]),
+    )
+    assert "MRE never" in claim.evidence
+    assert (claim.verdict, claim.number) == (FAILS, None)
+    assert claim.number_is.endswith("mean of the 0 of 1 races that MRE finishes")
+
+
+def test_a_rivals_seed_that_never_arrives_took_its_whole_run_at_least(record):
+    rivals = record(label="top-k", seed=0, curve=[0.9, 0.9]), record(label="top-k", seed=1, curve=[0.5, 0.6])
+    assert "top-k 1.5 epochs" in judge("fewer epochs", *rivals, record(label="mre", curve=[0.9, 0.9])).evidence

@@ -1,15 +1,17 @@
 """The table of runs: fair, separable, and named by what is in it."""
 
+import inspect
 from dataclasses import replace
 
 import pytest
 
 from raytraced.reproduce.parts import PARTS, SETS, choose_parts, collect_runs
-from raytraced.reproduce.plan import FULL, QUICK, SEARCH_SEED, Planner, Run
-from raytraced.reproduce.variants import PAPER_VARIANTS, frontier_variants, union_variants
+from raytraced.reproduce.plan import FULL, QUICK, SEARCH_SEED, Planner
+from raytraced.reproduce.variants import AS_WRITTEN, PAPER_VARIANTS, RECIPE, compared_variants
+from raytraced.routers.raytraced import PAPER, RaytracedExperts
 
-EVERY_LABEL = {variant.label for variant in (*frontier_variants(FULL.dials), *union_variants(FULL.dials))}
-KNOWN_RATES = {data: dict.fromkeys(EVERY_LABEL, 2e-3) for data in FULL.epochs}
+EVERY_LABEL = {variant.label for variant in compared_variants((), wide=False)}
+KNOWN_RATES = {data: dict.fromkeys(EVERY_LABEL, 2e-3) for data in FULL.data}
 
 
 @pytest.fixture
@@ -17,26 +19,22 @@ def planner():
     return Planner(FULL, KNOWN_RATES)
 
 
+def test_the_recipes_of_the_records_are_those_that_the_code_builds():
+    defaults = inspect.signature(RaytracedExperts).parameters
+    assert {name: defaults[name].default for name in RECIPE} == RECIPE
+    assert AS_WRITTEN == PAPER
+
+
 @pytest.mark.parametrize("part", [*SETS["default"], "frontier", "union"])
 def test_every_model_is_trained_alike_but_for_the_papers_own_recipe(planner, part):
-    shared = (
-        "epochs",
-        "batch_size",
-        "optimizer",
-        "schedule",
-        "warmup",
-        "patience",
-        "augment",
-        "label_smoothing",
-        "weight_decay",
-    )
-    for data in (*FULL.data, "union"):
+    shared = ("epochs", "batch_size", "optimizer", "schedule", "warmup", "patience", "data_options", "label_smoothing", "weight_decay")  # fmt: skip
+    for data in FULL.data:
         runs = [
             run
             for run in collect_runs([part], planner, None)
             if run.data == data and run.label != "mre-paper" and run.group == "main"
         ]
-        assert len({tuple(getattr(run.config, name) for name in shared) for run in runs}) <= 1
+        assert len({str([getattr(run.config, name) for name in shared]) for run in runs}) <= 1
 
 
 def test_the_best_epoch_by_validation_is_kept_for_every_model(planner):
@@ -56,16 +54,17 @@ def test_the_default_set_is_the_papers_models_over_three_data_sets_and_seeds(pla
 
 def test_an_unknown_learning_rate_asks_for_its_search_first():
     runs = collect_runs(["table1"], Planner(FULL, {}), ("mnist",))
-    searched = {run.label.rpartition("-lr-")[0] for run in runs if run.group == "search"}
+    searched = {run.family for run in runs if run.group == "search"}
     assert searched == {variant.label for variant in PAPER_VARIANTS} - {"mre-paper"}
-    assert {run.config.lr for run in runs if run.label.startswith("top-k-lr-")} == set(FULL.grid)
+    tried = {run.setting: run.config.lr for run in runs if run.family == "top-k"}
+    assert tried == {lr: lr for lr in FULL.data["mnist"].grid}
     assert {run.label for run in runs if run.group == "main"} == {"mre-paper"}
 
 
 @pytest.mark.parametrize("scale", [FULL, QUICK], ids=["full", "quick"])
 def test_every_part_can_be_planned_with_no_learning_rate_known(scale):
     runs = collect_runs(PARTS, Planner(scale, {}), None)
-    searched = {(run.data, run.label.rpartition("-lr-")[0]) for run in runs if run.group == "search"}
+    searched = {(run.data, run.family) for run in runs if run.group == "search"}
     if scale is FULL:
         assert {("mnist", "dense-4"), ("union", "dense-8"), ("cifar10", "top-k")} <= searched
     else:  # one rate for everyone; the search is only shown, on digits
@@ -77,10 +76,30 @@ def test_the_searchs_seed_is_that_of_no_other_run(planner):
         assert (run.seed == SEARCH_SEED) == (run.group == "search")
 
 
-def test_the_unions_search_is_made_with_the_unions_width():
+def test_at_an_equal_learning_rate_nothing_else_differs_from_a_models_own_run(planner):
+    runs = collect_runs(["fig3"], planner, ("mnist",))
+    main = {run.label: run.public_config for run in runs if run.group == "main" and run.seed == 0}
+    equal = {run.label: run.public_config for run in runs if run.group == "equal-lr"}
+    assert set(equal) == {variant.label for variant in PAPER_VARIANTS}
+    for label, config in equal.items():
+        assert config == main[label] | {"lr": 1e-3, "schedule": "constant"}
+
+
+def test_wide_models_are_searched_for_and_trained_with_their_width():
     runs = collect_runs(["union"], Planner(FULL, {}), None)
     assert runs
     assert {run.config.model_options["dim"] for run in runs} == {64}
+
+
+def test_settings_of_one_model_are_one_family_told_apart_by_a_number(planner):
+    runs = {run.label: run for run in collect_runs(["frontier", "temperature"], planner, None)}
+    told = {label: (run.family, run.setting) for label, run in runs.items()}
+    assert told["mre"] == ("mre", None)
+    assert told["mre-cost-0.0003"] == ("mre", 0.0003)
+    assert told["dense-4"] == ("dense", 4)
+    assert told["mre-paper-tau-20"] == ("mre-paper", 20)
+    assert runs["mre-cost-0.0003"].config.expert_cost == 0.0003
+    assert runs["mre-tau-50"].config.model_options == RECIPE | {"estimator": "gumbel", "temperature": 50.0}
 
 
 def test_one_figure_needs_no_more_than_its_own_runs(planner):
@@ -96,16 +115,20 @@ def test_runs_of_several_parts_are_shared(planner):
 
 
 def test_no_two_parts_mean_different_runs_by_one_name(planner):
-    for wanted in (None, tuple(FULL.epochs)):
+    for wanted in (None, tuple(FULL.data)):
         runs = [run for part in PARTS for run in collect_runs([part], planner, wanted)]
         assert len({run.key for run in runs}) == len({(run.key, run.digest) for run in runs})
 
 
 def test_another_configuration_is_another_run_but_another_folder_is_not(planner):
     (run,) = collect_runs(["fig5"], planner, ("mnist",))
-    assert Run(run.group, run.label, replace(run.config, lr=1e-3)).digest != run.digest
-    assert Run(run.group, run.label, replace(run.config, model_options={"dim": 8})).digest != run.digest
-    assert Run(run.group, run.label, replace(run.config, output="elsewhere", threads=2)).digest == run.digest
+
+    def digest(**changes):
+        return replace(run, config=replace(run.config, **changes)).digest
+
+    assert digest(lr=1e-3) != run.digest
+    assert digest(model_options={"dim": 8}) != run.digest
+    assert digest(output="elsewhere", threads=2) == run.digest
 
 
 def test_quick_is_a_small_likeness_of_every_part():

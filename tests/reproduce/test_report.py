@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from raytraced.reproduce.drawing import save_figures
+from raytraced.reproduce.figures import save_figures
 from raytraced.reproduce.plan import FULL, QUICK
 from raytraced.reproduce.records import Results
 from raytraced.reproduce.report import write_report
-from raytraced.reproduce.tables import all_tables
+from raytraced.reproduce.tables import README_NAMES, all_tables, readme_table
 from raytraced.reproduce.variants import PAPER_VARIANTS
 
 FIELDS = ["accuracy_mean", "accuracy_std", "seeds", "experts_mean", "macs_mean", "parameters", "epochs", "seconds"]
@@ -17,24 +17,30 @@ FIELDS = ["accuracy_mean", "accuracy_std", "seeds", "experts_mean", "macs_mean",
 
 @pytest.fixture
 def results(record):
-    labels = [variant.label for variant in PAPER_VARIANTS] + ["dense-1", "dense-4", "mre-cost-0.01"]
+    labels = [variant.label for variant in PAPER_VARIANTS]
+    settings = [("dense-1", "dense", 1), ("dense-4", "dense", 4), ("mre-cost-0.003", "mre", 0.003)]
     main = [
-        record(data, label, seed, accuracy=0.9 + 0.01 * seed, curve=[0.8, 0.9], experts=3.0 + len(data))
+        record(data, label, seed, family=family, setting=setting, accuracy=0.9 + 0.01 * seed, curve=[0.8, 0.9], experts=3.0 + len(data))
         for data in ("mnist", "digits")
-        for label in labels
+        for label, family, setting in [*((label, label, None) for label in labels), *settings]
         for seed in range(2)
-    ]
-    equal = [record("mnist", label, 0, group="equal-lr", curve=[0.7, 0.8]) for label in labels[:6]]
+    ]  # fmt: skip
+    equal = [record("mnist", label, 0, group="equal-lr", curve=[0.7, 0.8]) for label in labels]
     search = [
-        record("mnist", f"top-k-lr-{lr:g}", 100, group="search", lr=lr, validation=10 * lr) for lr in (1e-3, 5e-3)
+        record("mnist", f"top-k-lr-{lr:g}", 100, group="search", family="top-k", setting=lr, lr=lr, validation=10 * lr)
+        for lr in (1e-3, 5e-3)
     ]
     return Results([*main, *equal, *search])
+
+
+def tables(results):
+    return {table.title: table for table in all_tables(results)}
 
 
 def test_the_summary_has_the_shape_that_was_asked_for(results, tmp_path):
     write_report(results, FULL, tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert list(summary) == ["digits", "mnist", "claims", "bars"]
+    assert list(summary) == ["digits", "mnist", "claims"]
     assert list(summary["mnist"]["mre"]) == FIELDS
     one = summary["mnist"]["mre"]
     assert one["accuracy_mean"] == pytest.approx(0.905)
@@ -44,17 +50,15 @@ def test_the_summary_has_the_shape_that_was_asked_for(results, tmp_path):
     assert one["macs_mean"] == pytest.approx(12_704 + 300 + 768 * 8)
     for claim in summary["claims"].values():
         assert {"claim", "verdict", "number"} <= set(claim)
-    assert list(summary["bars"]) == ["1", "2", "3", "4"]
-    assert all({"bar", "reached", "by_data"} <= set(bar) for bar in summary["bars"].values())
 
 
 def test_table_1_shows_our_numbers_beside_the_papers(results):
-    text = all_tables(results)["table1"].markdown()
+    text = tables(results)["Table 1: accuracy"].markdown()
     assert "| Top-2 MoE | 90.5 (0.7) | 9.0 | 90.5 (0.7) | 95.3 (0.3) | 8.0 |" in text
 
 
 def test_table_2_counts_parameters_as_the_paper_does(results):
-    rows = {row[0]: row for row in all_tables(results)["table2"].rows}
+    rows = {row[0]: row for row in tables(results)["Table 2: parameters and experts used"].rows}
     # 8 of 32 experts run: 40,202 less 24 experts of 816
     assert rows["MNIST, MRE, our recipe"] == [
         "MNIST, MRE, our recipe",
@@ -65,6 +69,18 @@ def test_table_2_counts_parameters_as_the_paper_does(results):
         "20,275",
         "7.5",
     ]
+
+
+def test_the_readmes_table_has_a_row_a_model_and_says_what_is_missing(results):
+    rows = dict(zip(README_NAMES, (row[1:] for row in readme_table(results).rows), strict=True))
+    assert rows["mre-cost-0.003"] == ["90.5 (0.7)", "8.0", "–", "–", "–", "–"]
+    assert rows["paper"][:2] == ["*96.3 (0.1)*", "*7.5*"]
+    assert rows["mlp-total"][:2] == ["90.5 (0.7)", ""]
+    assert "over 2 seeds" in readme_table(results).note
+
+
+def test_the_search_shows_every_rate_and_the_one_taken_in_bold(results):
+    assert tables(results)["Learning-rate search"].rows == [["MNIST, top-k", "1.0", "**5.0**"]]
 
 
 def test_the_page_needs_no_other_file_and_reads_in_the_dark(results, tmp_path):
@@ -83,7 +99,7 @@ def test_the_page_needs_no_other_file_and_reads_in_the_dark(results, tmp_path):
 
 def test_quick_is_written_on_every_output(results, tmp_path):
     write_report(results, QUICK, tmp_path)
-    for name in ("summary.json", "about.json", "tables.md", "report.html"):
+    for name in ("summary.json", "about.json", "tables.md", "table.md", "report.html"):
         assert "quick" in (tmp_path / name).read_text().lower(), name
 
 
@@ -96,4 +112,4 @@ def test_examples_are_drawn_from_the_data(results, tmp_path):
 def test_what_was_not_run_is_not_drawn(tmp_path):
     parts = ["fig2", "fig3", "fig5", "fig6", "fig7", "frontier", "union"]
     assert save_figures(parts, Results([]), ["mnist"], tmp_path, None, quick=False) == []
-    assert all_tables(Results([])) == {}
+    assert all_tables(Results([])) == []

@@ -1,19 +1,20 @@
 """Models for the package: the right seed, a card, a limit."""
 
+from dataclasses import replace
+
 import pytest
 
-from raytraced.models import build_model
+import raytraced
 from raytraced.reproduce import ship as shipping
 from raytraced.reproduce.records import Results
 from raytraced.reproduce.ship import ship_all
-from raytraced.saving import ModelCard, load_with_card, save_model
 
 
-def write_model(folder, record, seed):
-    card = ModelCard("mre", (1, 28, 28), 10, {}, record.data, tuple("0123456789"), (0.5,), (0.5,), {"seed": seed})
-    run = folder / f"{record.key}-{record.digest}"
-    run.mkdir(parents=True)
-    save_model(run / "model.safetensors", build_model("mre", (1, 28, 28), 10).state_dict(), card)
+def write_model(folder, record):
+    model = raytraced.build("mre", image_shape=(1, 28, 28), num_classes=10)
+    model.card = replace(model.card, training={"seed": record.seed})
+    (folder / record.folder).mkdir(parents=True)
+    raytraced.save(model, folder / record.folder / "model.safetensors")
 
 
 def test_the_seed_that_did_best_on_validation_is_shipped_with_its_card(tmp_path, record):
@@ -22,10 +23,10 @@ def test_the_seed_that_did_best_on_validation_is_shipped_with_its_card(tmp_path,
         for seed, (validation, accuracy) in enumerate([(0.88, 0.99), (0.89, 0.871), (0.87, 0.98)])
     ]
     for one in records:
-        write_model(tmp_path / "runs", one, one.seed)
+        write_model(tmp_path / "runs", one)
     (path,) = ship_all(Results(records), tmp_path / "runs", tmp_path / "package")
     assert path.name == "mre-fashion-mnist.safetensors"
-    assert load_with_card(path)[1].training == {"seed": 1}
+    assert raytraced.load(path).card.training == {"seed": 1}
     card = (tmp_path / "package" / "mre-fashion-mnist.md").read_text()
     for told in (
         "fashion-mnist",
@@ -39,11 +40,12 @@ def test_the_seed_that_did_best_on_validation_is_shipped_with_its_card(tmp_path,
     ):
         assert told in card
     assert str(tmp_path) not in card
+    assert card.endswith("ship\n")
 
 
 def test_a_model_that_is_too_large_is_not_shipped(tmp_path, record, monkeypatch):
     one = record("mnist", "mre")
-    write_model(tmp_path / "runs", one, 0)
+    write_model(tmp_path / "runs", one)
     monkeypatch.setattr(shipping, "MOST_BYTES", 1000)
     with pytest.raises(ValueError, match="a shipped model must stay under 1,000"):
         ship_all(Results([one]), tmp_path / "runs", tmp_path / "package")

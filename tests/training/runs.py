@@ -1,5 +1,6 @@
 """What two runs must share to count as the same."""
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -35,3 +36,17 @@ def assert_same_run(one: RunFolder, other: RunFolder) -> None:
 def weights_of_best(run: RunFolder) -> bytes:
     tensors = load_file(run.best)
     return b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))
+
+
+def assert_close(found, expected, name: str = "") -> None:
+    """Counts equal, sums up to their order."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), name
+        for key in expected:
+            assert_close(found[key], expected[key], f"{name}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), name
+        for number, pair in enumerate(zip(found, expected, strict=True)):
+            assert_close(*pair, f"{name}[{number}]")
+    else:
+        assert found == pytest.approx(expected, rel=1e-6, abs=1e-9), name

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from raytraced.saving import DamagedFileError
 from raytraced.training.checkpoint import (
     Checkpoint,
-    DamagedCheckpointError,
     list_checkpoints,
     load_checkpoint,
     newest_checkpoint,
@@ -47,7 +47,7 @@ def test_file_cut_anywhere_is_recognised(tmp_path):
     content = path.read_bytes()
     for length in range(len(content)):
         path.write_bytes(content[:length])
-        with pytest.raises(DamagedCheckpointError, match=path.name):
+        with pytest.raises(DamagedFileError, match=path.name):
             load_checkpoint(path)
 
 
@@ -62,7 +62,7 @@ def test_any_altered_byte_is_recognised(tmp_path_factory, data):
     found, problems = None, []
     try:
         found = load_checkpoint(path)
-    except DamagedCheckpointError as error:
+    except DamagedFileError as error:
         problems.append(str(error))
     if found is None:
         assert path.name in problems[0]
@@ -82,7 +82,7 @@ def test_any_altered_byte_is_recognised(tmp_path_factory, data):
 def test_foreign_file_is_recognised(tmp_path, content, reason):
     path = tmp_path / "step-0000000009.safetensors"
     path.write_bytes(content)
-    with pytest.raises(DamagedCheckpointError, match=reason):
+    with pytest.raises(DamagedFileError, match=reason):
         load_checkpoint(path)
 
 
@@ -101,7 +101,7 @@ def test_folder_with_damaged_checkpoints_only_is_an_error_and_an_empty_one_is_no
     assert newest_checkpoint(tmp_path) == (None, [])
     path = save_checkpoint(tmp_path, example())
     path.write_bytes(b"")
-    with pytest.raises(DamagedCheckpointError, match="no whole checkpoint"):
+    with pytest.raises(DamagedFileError, match="no whole checkpoint"):
         newest_checkpoint(tmp_path)
 
 

@@ -14,9 +14,8 @@ from raytraced.training.config import write_config
 from raytraced.training.loop import train
 from raytraced.training.run_folder import RunFolder, create_run_folder
 from raytraced.training.world import World
-
-from . import worker
-from .runs import metrics, weights
+from training import worker
+from training.runs import assert_close, metrics, weights
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1")
 
@@ -66,6 +65,16 @@ def test_checkpoints_move_between_one_two_and_four_processes(config, no_pictures
         if steps:
             assert load_checkpoint(list_checkpoints(run.last)[0]).step == done
     assert_close_runs(run, whole)
+
+
+def test_evaluation_in_three_processes_equals_that_in_one(config, no_pictures, tmp_path):
+    # 30 test images in batches of 7 leave a last one of 2: of three processes one gets none of it
+    run = train(replace(config, epochs=1))
+    torchrun(3, worker.__file__, "evaluate", str(run.model), config.data, str(tmp_path / "figures.json"))
+    alone = worker.figures(World(0, 1, torch.device("cpu")), str(run.model), config.data)
+    assert alone["budgets"]
+    assert_close(json.loads((tmp_path / "figures.json").read_text()), alone)
+    assert_close(run.read_summary()["test"], alone)  # one batch of all, in the run itself
 
 
 def test_process_whose_experts_got_no_sample_does_not_hang_and_gradients_agree(tmp_path):

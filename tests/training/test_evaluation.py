@@ -1,76 +1,148 @@
-"""Evaluation against slow loops, and against itself in other batches."""
+"""Evaluation against slow loops, and against itself in other batches; whose data it is made on, and in which mode."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from raytraced import data, preset
-from raytraced.prefixes import anytime
+from raytraced import build, load
+from raytraced.cost import sample_cost
+from raytraced.models.classifier import InputBlock
+from raytraced.tasks.images.dataset import Split
+from raytraced.tasks.images.task import NUM_SHOWN, ImageTask, calibration_error
 from raytraced.training.config import TrainConfig
-from raytraced.training.evaluation import calibration_error, evaluate
+from raytraced.training.evaluation import evaluate
+from raytraced.training.loop import train
 from raytraced.training.objective import Objective
 from raytraced.training.world import World
+from training.runs import assert_close
+from training.stripes import GRID, write_stripes
 
 ALONE = World(0, 1, torch.device("cpu"))
+TASK = ImageTask()
 
 
 @pytest.fixture(scope="module")
 def digits():
-    dataset = data.load("digits")
-    return replace(dataset, test=data.Split(dataset.test.images[:80], dataset.test.labels[:80]))
+    data = TASK.load("digits")
+    return replace(data, test=Split(data.test.images[:80], data.test.labels[:80]))
 
 
 @pytest.fixture
-def model():
+def model(digits):
     torch.manual_seed(0)
-    return preset("tiny").eval()
+    return TASK.build("mre", digits, {"dim": 8, "num_layers": 2, "num_experts": 4}).eval()
 
 
-def evaluate_tiny(model, digits, batch_size: int, **options):
-    loader = data.Loader(digits.test, batch_size, mean=digits.mean, std=digits.std, shuffle=False)
-    return evaluate(Objective(model, TrainConfig()).eval().predict, loader, ALONE, digits.num_classes, **options)
+def evaluate_test(model, data, batch_size: int, **options):
+    predict = Objective(model, TrainConfig(), TASK).eval().predict
+    return evaluate(TASK, data, "test", predict, ALONE, batch_size=batch_size, full=True, **options)
 
 
 @pytest.mark.parametrize("select", ["greedy", "sample"])
 def test_evaluation_does_not_depend_on_the_batch_size(model, digits, select):
-    whole = asdict(evaluate_tiny(model, digits, 1000, by_prefix=True, select=select))
-    for batch_size in (1, 7, 100):
-        parts = asdict(evaluate_tiny(model, digits, batch_size, by_prefix=True, select=select))
-        for name, value in whole.items():
-            # one row times a matrix is rounded otherwise than many: counts are equal, sums to the last digits
-            assert torch.tensor(parts[name]).allclose(torch.tensor(value), rtol=0, atol=1e-6), name
+    whole = evaluate_test(model, digits, 1000, select=select).as_dict()
+    assert whole.keys() >= {"budgets", "lengths", "gallery", "class_load", "macs", "accuracy_by_prefix"}
+    for batch_size in (1, 7, 79, 80):
+        # one row times a matrix is rounded otherwise than many: counts are equal, sums to the last digits
+        assert_close(evaluate_test(model, digits, batch_size, select=select).as_dict(), whole)
 
 
 def test_evaluation_is_deterministic(model, digits):
-    assert evaluate_tiny(model, digits, 64) == evaluate_tiny(model, digits, 64)
+    assert evaluate_test(model, digits, 64) == evaluate_test(model, digits, 64)
+    assert evaluate_test(model, digits, 64, select="sample") != evaluate_test(
+        model, digits, 64, select="sample", seed=1
+    )
 
 
 def test_figures_equal_a_loop_over_samples(model, digits):
-    result = evaluate_tiny(model, digits, 50, by_prefix=True)
-    mean, std = torch.tensor(digits.mean), torch.tensor(digits.std)
-    correct, losses, experts, labels, prefixes = [], [], [], [], []
+    result = evaluate_test(model, digits, 50)
+    found, labels = result.as_dict(), digits.test.labels.tolist()
+    steps = []  # by image, by budget: correct, experts, multiply-adds, those of experts
+    losses, parameters, active = [], [], []
     with torch.no_grad():
-        for image, label in zip(digits.test.images, digits.test.labels, strict=True):
-            pixels = ((image / 255 - mean) / std)[None].float()
-            out = model(pixels)
-            correct.append(float(out.logits.argmax() == label))
+        for image, label in zip(digits.test.images, labels, strict=True):
+            own = []
+            for budget in range(9):
+                out = model(image[None], max_experts=budget)
+                cost = sample_cost(model, image[None], out)
+                right = float(out.logits.argmax() == label)
+                own.append((right, *(float(x) for x in (cost.experts, cost.multiply_adds, cost.expert_multiply_adds))))
+            steps.append(own)
             losses.append(float(-out.logits.log_softmax(-1)[0, label]))
-            experts.append(float(out.active.sum()))
-            labels.append(int(label))
-            steps = [float(step.logits.argmax() == label) for step in anytime(model, pixels)]
-            prefixes.append(steps)
-    longest = int(max(experts))
-    assert result.accuracy == pytest.approx(sum(correct) / len(correct), abs=1e-9)
-    assert result.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-    assert result.mean_experts == pytest.approx(sum(experts) / len(experts), abs=1e-9)
+            parameters.append(float(cost.parameters))
+            active.append(out.routes[0].active[0].numpy())
+    steps = np.array(steps)
+    correct, lengths = steps[:, -1, 0], steps[:, -1, 1].astype(int)
+    longest = max(lengths)
+    assert 1 < longest <= 8
+    assert found["num_samples"] == 80
+    assert found["accuracy"] == pytest.approx(correct.mean(), abs=1e-9)
+    assert found["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert found["mean_experts"] == pytest.approx(lengths.mean(), abs=1e-9)
+    assert found["used_parameters"] == pytest.approx(np.mean(parameters))
+    assert found["macs"]["total"] == pytest.approx(
+        sum(found["macs"][name] for name in found["macs"] if name != "total")
+    )
+    assert found["macs"]["total"] == pytest.approx(steps[:, -1, 2].mean())
+    assert found["macs"]["input"] == 64 * 8
+    assert found["macs"]["head"] == 8 * 10
+    # a sample whose sequence has ended keeps its last answer; no more budgets than the longest sequence has experts
+    names = ("accuracy", "experts", "macs", "expert_macs")
+    expected = [dict(zip(names, steps[:, budget].mean(0).tolist(), strict=True)) for budget in range(longest + 1)]
+    assert_close(found["budgets"], expected)
+    assert found["accuracy_by_prefix"] == pytest.approx([row["accuracy"] for row in expected], abs=1e-9)
+    np.testing.assert_allclose(found["expert_load"], np.mean(active, 0), atol=1e-9)
     for label in range(10):
-        own = [value for value, of in zip(experts, labels, strict=True) if of == label]
-        assert result.experts_per_class[label] == pytest.approx(sum(own) / len(own), abs=1e-9)
-    # a sample whose sequence has ended keeps its last answer
-    by_prefix = [sum(steps[min(k, len(steps) - 1)] for steps in prefixes) / len(prefixes) for k in range(longest + 1)]
-    assert result.accuracy_by_prefix == pytest.approx(by_prefix, abs=1e-9)
-    assert sum(map(sum, result.expert_load)) == pytest.approx(result.mean_experts, abs=1e-6)
+        of = np.array(labels) == label
+        assert found["accuracy_per_class"][label] == pytest.approx(correct[of].mean(), abs=1e-9)
+        assert found["experts_per_class"][label] == pytest.approx(lengths[of].mean(), abs=1e-9)
+        np.testing.assert_allclose(found["class_load"][label], np.mean(active, 0, where=of[:, None, None]), atol=1e-9)
+    for length in set(lengths.tolist()):
+        rows = (lengths == length).nonzero()[0]
+        part = found["lengths"][str(length)]
+        assert part["num"] == len(rows)
+        assert part["accuracy"] == pytest.approx(steps[rows, : length + 1, 0].mean(0), abs=1e-9)
+        shown = [row for row in rows.tolist() if correct[row]][:NUM_SHOWN]
+        assert found["gallery"].get(str(length), []) == shown
+
+
+def test_every_sample_goes_through_the_input_once_for_all_budgets(model, digits, monkeypatch):
+    seen, forward = [], InputBlock.forward
+    monkeypatch.setattr(InputBlock, "forward", lambda self, images: seen.append(len(images)) or forward(self, images))
+    assert len(evaluate_test(model, digits, 50).budgets) > 2
+    assert seen == [50, 30]
+
+
+def test_run_judges_each_epoch_once_and_in_the_end_both_splits_once(config, no_pictures, monkeypatch):
+    seen, predict = [], Objective.predict
+
+    def spy(self, batch, seed, full=False, **options):
+        seen.append((len(batch.targets), full))
+        return predict(self, batch, seed, full, **options)
+
+    monkeypatch.setattr(Objective, "predict", spy)
+    train(config)
+    assert seen == [(9, False)] * config.epochs + [(30, True), (9, True)]
+
+
+def test_budget_is_kept_and_then_there_is_one_answer(model, digits):
+    result = evaluate_test(model, digits, 50, max_experts=2)
+    assert result.budgets == []
+    assert result["accuracy_by_prefix"] is None
+    rows = evaluate_test(model, digits, 50).budgets
+    assert result["accuracy"] == pytest.approx(rows[2]["accuracy"])
+    assert result.macs["total"] == pytest.approx(rows[2]["macs"])
+
+
+def test_model_with_one_answer_has_no_budgets(digits):
+    model = TASK.build("top-k", digits, {"dim": 8, "num_layers": 2, "num_experts": 4})
+    found = evaluate_test(model, digits, 50).as_dict()
+    assert found["accuracy_by_prefix"] is None
+    assert not found.keys() & {"budgets", "lengths", "gallery", "class_load"}
+    assert found["mean_experts"] == 4  # the best two in both layers
+    assert found["macs"]["experts"] > 0
 
 
 def test_calibration_error_of_known_cases():
@@ -85,8 +157,77 @@ def test_calibration_error_of_known_cases():
 
 
 def test_class_without_samples_has_no_figure(model, digits):
-    few = data.Split(digits.test.images[digits.test.labels != 4], digits.test.labels[digits.test.labels != 4])
-    loader = data.Loader(few, 64, mean=digits.mean, std=digits.std, shuffle=False)
-    result = evaluate(Objective(model, TrainConfig()).eval().predict, loader, ALONE, 10)
-    assert result.accuracy_per_class[4] is None
-    assert all(value is not None for label, value in enumerate(result.experts_per_class) if label != 4)
+    kept = digits.test.labels != 4
+    few = replace(digits, test=Split(digits.test.images[kept], digits.test.labels[kept]))
+    result = evaluate_test(model, few, 64)
+    assert result["accuracy_per_class"][4] is None
+    assert all(value is not None for label, value in enumerate(result["experts_per_class"]) if label != 4)
+
+
+# A model that draws in training (sample), and one that does more in training than in use (multi-exit).
+@pytest.mark.parametrize(
+    "options",
+    [{"model_options": GRID | {"train_select": "sample"}}, {"model": "multi-exit", "model_options": {"dim": 8}}],
+)
+def test_figures_of_a_run_are_those_of_the_model_in_use(train_with, options):
+    """The best epoch's and the last ones', from a model that is loaded anew: in evaluation mode, and drawing nothing."""
+    run = train_with(patience=3, **options)
+    lines, summary = run.read_metrics(), run.read_summary()
+    data = TASK.load(run.config.data)
+    for file, split, told in (
+        (run.best, "validation", lines[summary["best_epoch"] - 1]["validation_loss"]),
+        (run.model, "validation", summary["validation"]["loss"]),
+        (run.model, "test", summary["test"]["loss"]),
+    ):
+        part, model = getattr(data, split), load(file)
+        assert not model.training
+        with torch.no_grad():
+            logits = model(part.images).logits
+        assert told == pytest.approx(float(torch.nn.functional.cross_entropy(logits, part.labels)), rel=1e-5)
+
+
+def test_every_step_is_made_in_training_mode(train_with, monkeypatch):
+    modes, forward = [], Objective.forward
+    monkeypatch.setattr(
+        Objective, "forward", lambda self, *rest: modes.append(self.model.layer.training) or forward(self, *rest)
+    )
+    train_with()
+    assert len(modes) == 3 * 6 + 1  # and the rehearsal
+    assert all(modes)
+
+
+@pytest.mark.parametrize("patience", [None, 3])
+def test_nothing_is_chosen_by_test_data(config, no_pictures, tmp_path, patience):
+    """All test labels are wrong: were anything judged by them, the best would be the worst."""
+    data_file = write_stripes(tmp_path / "wrong.npz", test_labels_off_by=1)
+    run = train(replace(config, data=str(data_file), patience=patience, lr=3e-4, epochs=12))
+    honest = train(replace(config, patience=patience, lr=3e-4, epochs=12, name="honest"))
+    lines, summary, told = run.read_metrics(), run.read_summary(), honest.read_summary()
+    judged = [line["validation_accuracy"] for line in lines]
+    assert judged[0] < max(judged)
+    assert summary["best_epoch"] == 1 + judged.index(max(judged))
+    assert summary["best_validation"] == max(judged)
+    assert summary["weights"] == ("last" if patience is None else "best")
+    # the validation figures are those of the same run with honest test labels, budgets and all; the test figures are not
+    assert summary["validation"] == told["validation"]
+    assert summary["validation"]["num_samples"] == 9
+    assert summary["test"]["num_samples"] == 30
+    assert summary["validation"]["accuracy"] > 0.6 > 0.4 > summary["test"]["accuracy"]
+    assert [row["accuracy"] for row in summary["test"]["budgets"]] != [
+        row["accuracy"] for row in told["test"]["budgets"]
+    ]
+    for ours, theirs in zip(load(run.best).parameters(), load(honest.best).parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_untrained_model_answers_by_chance_alone():
+    """The figures of known cases: a model whose head says nothing gives every class the same, and the loss is log Y."""
+    digits = TASK.load("digits")
+    model = build("top-k", **TASK.spec(digits), dim=8, num_layers=2, num_experts=4)
+    with torch.no_grad():
+        for parameter in model.head.parameters():
+            parameter.zero_()
+    result = evaluate_test(model, digits, 500)
+    assert result.loss == pytest.approx(np.log(10), rel=1e-6)
+    assert result["accuracy"] == pytest.approx(float((digits.test.labels == 0).double().mean()))
+    assert result["calibration_error"] == pytest.approx(abs(result["accuracy"] - 0.1), abs=1e-6)

@@ -4,23 +4,26 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
-from raytraced.models import build_model
+from raytraced import build
+from raytraced.tasks.images.task import ImageTask
+from raytraced.tasks.task import Batch
 from raytraced.training.checkpoint import list_checkpoints, load_checkpoint
 from raytraced.training.config import TrainConfig, preset_values
+from raytraced.training.faults import rehearse
 from raytraced.training.loop import train
 from raytraced.training.objective import Objective, step_seed
 from raytraced.training.optim import build_optimizer, gradient_norm, learning_rate_factor
-
-from .conftest import GRID
-from .runs import weights
+from training.runs import weights
+from training.stripes import GRID
 
 # Another value of each option that must lead to other weights.
 CHANGES = {
     "model": "top-k",
     "model_options": GRID | {"estimator": "straight-through"},
-    "augment": True,
+    "data_options": {"augment": True},
     "epochs": 2,
     "batch_size": 20,
     "optimizer": "sgd",
@@ -40,7 +43,6 @@ CHANGES = {
 ELSEWHERE = {
     "data": "test_cli.py",
     "data_root": "tests/data",
-    "image_size": "test_image_size_is_that_of_a_folders_images",
     "preset": "test_cli.py",
     "patience": "test_patience_stops_early_and_keeps_the_best_weights",
     "device": "test_faults.py",
@@ -69,13 +71,13 @@ def test_option_changes_the_weights(train_with, name):
 
 
 def test_learning_rates_go_to_their_groups():
-    model = build_model("mre", (1, 8, 8), 3, **GRID)
+    model = build("mre", image_shape=(1, 8, 8), num_classes=3, **GRID)
     optimizer = build_optimizer(model, TrainConfig(lr=0.1, lr_routing=0.2, lr_experts=0.3))
     rate_of = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     rates = {name: rate_of[id(parameter)] for name, parameter in model.named_parameters()}
-    assert rates["layer.gate.weight"] == rates["layer.routing.gate_first"] == 0.2
+    assert rates["layer.router.gate.weight"] == rates["layer.router.routing.gate_first"] == 0.2
     assert rates["layer.experts.weights.0"] == rates["layer.experts.biases.2"] == 0.3
-    assert rates["head.weight"] == rates["input_block.1.weight"] == 0.1
+    assert rates["head.weight"] == rates["input_block.linear.weight"] == 0.1
 
 
 def test_cosine_falls_from_one_to_zero_and_warmup_rises_before():
@@ -100,30 +102,49 @@ def test_gradient_is_clipped_to_its_largest_norm_and_only_then():
 
 
 def test_loss_is_the_sum_of_its_parts():
-    """Cross-entropy with smoothing, the cost dial, and one prefix a step, computed by hand from the logits."""
-    torch.manual_seed(0)
-    model = build_model("mre", (1, 8, 8), 3, **GRID)
+    """Cross-entropy with smoothing, the price of experts, and one prefix a step, computed by hand from the logits."""
+    model = build("mre", image_shape=(1, 8, 8), num_classes=3, **GRID)
     images, labels, rows = torch.randn(5, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1]), torch.arange(5)
+    objective = Objective(model, TrainConfig(label_smoothing=0.2, expert_cost=0.25, anytime_loss=0.4), ImageTask())
 
     def cross_entropy(logits, smoothing=0.0):
         target = torch.nn.functional.one_hot(labels, 3) * (1 - smoothing) + smoothing / 3
         return -(target * logits.log_softmax(-1)).sum(-1).mean()
 
-    config = TrainConfig(label_smoothing=0.2, expert_cost=0.25, anytime_loss=0.4)
     asked_for = set()
     for seed in range(40):
 
         def answer(seed=seed, **options):
             return model(images, generator=torch.Generator().manual_seed(seed), rows=rows, **options)
 
-        loss = Objective(model, config)(images, labels, rows, seed, 5).loss.item()
+        loss = objective(Batch(images, labels, rows), seed, 5).loss.item()
         out = answer()
-        whole = 0.6 * cross_entropy(out.logits, 0.2) + 0.25 * out.active.sum() / 5
+        whole = 0.6 * cross_entropy(out.logits, 0.2) + 0.25 * out.routes[0].active.sum() / 5
         by_prefix = {k: (whole + 0.4 * cross_entropy(answer(max_experts=k).logits)).item() for k in (0, 1, 2, 3, 4)}
         matching = {k for k, expected in by_prefix.items() if loss == pytest.approx(expected, rel=1e-5)}
         assert matching, (seed, loss, by_prefix)
         asked_for |= matching
     assert asked_for == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(("name", "options"), [("top-k", {"balance": 0.5}), ("multi-exit", {}), ("ada-k", {})])
+def test_models_own_loss_counts_once_whatever_the_share_of_a_process(name, options):
+    """Of a global batch of 8, this process of 2 has 5: sums over 8, times 2, since gradients are averaged over processes."""
+    grid = {"dim": 8, "num_layers": 2} | ({} if name == "multi-exit" else GRID)
+    model = build(name, image_shape=(1, 8, 8), num_classes=3, **grid, **options)
+    batch = Batch(torch.randn(5, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1]), torch.arange(5))
+    task, seed = ImageTask(), 3
+    out = model(
+        batch.inputs,
+        judge=lambda logits: torch.nn.functional.cross_entropy(logits, batch.targets, reduction="none"),
+        generator=torch.Generator().manual_seed(seed),
+        rows=batch.rows,
+    )
+    assert out.loss is not None
+    assert out.loss.item() != 0
+    parts = torch.nn.functional.cross_entropy(out.logits, batch.targets) + out.loss
+    loss = Objective(model, TrainConfig(), task, world_size=2)(batch, seed, 8).loss
+    assert loss.item() == pytest.approx(parts.item() * 5 * 2 / 8, rel=1e-5)
 
 
 def test_cost_dial_uses_fewer_experts(train_with):
@@ -140,9 +161,23 @@ def test_anytime_loss_is_refused_where_there_is_no_sequence(train_with, tmp_path
     assert not (tmp_path / "runs").exists()  # refused before anything is written
 
 
-def test_cost_dial_is_refused_where_it_cannot_work(train_with):
+def test_cost_dial_is_refused_where_it_cannot_work(train_with, tmp_path):
     with pytest.raises(ValueError, match=r"expert_cost=0\.1: model 'top-k' cannot learn to use fewer experts"):
-        train_with(model="top-k", expert_cost=0.1)
+        train_with(model="top-k", expert_cost=0.1, output=str(tmp_path / "runs"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_rehearsal_leaves_no_trace():
+    """A model that counts loads in its buffers is after a rehearsal what it was before."""
+    model = build("aux-free", image_shape=(1, 8, 8), num_classes=3, **GRID)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    batch = Batch(torch.randn(5, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1]), torch.arange(5))
+    objective = Objective(model, TrainConfig(), ImageTask())
+    rehearse(objective, batch)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    objective(batch, 0, 5)
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_patience_stops_early_and_keeps_the_best_weights(train_with):
@@ -177,15 +212,17 @@ def test_threads_are_set(train_with):
         torch.set_num_threads(1)
 
 
-def test_image_size_is_that_of_a_folders_images(config, no_pictures, tmp_path):
-    from PIL import Image
-
+def test_data_options_set_the_size_of_a_folders_images(config, no_pictures, tmp_path):
     for number in range(12):
         folder = tmp_path / "own" / f"class{number % 2}"
         folder.mkdir(parents=True, exist_ok=True)
         Image.new("L", (10, 10), color=20 * number).save(folder / f"{number}.png")
-    run = train(replace(config, data=str(tmp_path / "own"), image_size=9, epochs=0))
-    assert weights(run)["input_block.1.weight"].shape[1] == 81
+    run = train(replace(config, data=str(tmp_path / "own"), data_options={"size": 9}, epochs=0))
+    assert weights(run)["input_block.linear.weight"].shape[1] == 81
+    with pytest.raises(ValueError, match=r"data option siez: .* did you mean size\?"):
+        train(replace(config, data_options={"siez": 9}))
+    with pytest.raises(ValueError, match="data option augment='yes': must be true or false"):
+        train(replace(config, data_options={"augment": "yes"}))
 
 
 def test_seeds_of_steps_are_strangers():

@@ -1,4 +1,7 @@
-"""What torchrun starts in the tests of many processes: `worker.py train CONFIG RUN STOP_STEP` or `worker.py experts FILE`."""
+"""What torchrun starts in the tests of many processes.
+
+`worker.py train CONFIG RUN STOP_STEP`, `worker.py experts FILE` or `worker.py evaluate MODEL DATA FILE`.
+"""
 
 import json
 import os
@@ -9,15 +12,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from raytraced.classifier import RaytracedClassifier, input_block
-from raytraced.layer import RaytracedExperts
+from raytraced import RaytracedExperts, load
+from raytraced.models.classifier import Classifier
+from raytraced.tasks.images.task import ImageTask
+from raytraced.tasks.task import Batch
 from raytraced.training.config import TrainConfig, read_config
 from raytraced.training.distribute import distribute
+from raytraced.training.evaluation import evaluate
 from raytraced.training.interrupt import Interrupted
 from raytraced.training.loop import train
 from raytraced.training.objective import Objective
 from raytraced.training.optim import gradient_norm, whole
-from raytraced.training.progress import Silent
+from raytraced.training.reporter import Silent
 from raytraced.training.run_folder import RunFolder
 from raytraced.training.world import join_world
 
@@ -42,11 +48,14 @@ def train_some_steps(config_file: str, run: str, stop: str) -> None:
         return
 
 
-def custom_model() -> RaytracedClassifier:
+def custom_model() -> Classifier:
     """Experts as modules of one's own, of which a batch of one image leaves most without a sample."""
     torch.manual_seed(0)
-    layer = RaytracedExperts(4, 2, 3, expert=lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    return RaytracedClassifier(input_block((1, 2, 2), 4), layer, 3)
+
+    def layer():
+        return RaytracedExperts(4, 2, 3, expert=lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+
+    return Classifier(layer, 4, image_shape=(1, 2, 2), num_classes=3)
 
 
 def gradients(world, strategy: str) -> dict[str, list[float]]:
@@ -55,8 +64,9 @@ def gradients(world, strategy: str) -> dict[str, list[float]]:
     images, labels = torch.randn(3, 1, 2, 2), torch.tensor([0, 1, 2])
     first, last = (3 * rank // world.size for rank in (world.rank, world.rank + 1))
     model = custom_model()
-    compute = distribute(Objective(model, TrainConfig(), world.size), world, strategy)
-    compute(images[first:last], labels[first:last], torch.arange(first, last), 5, 3).loss.backward()
+    compute = distribute(Objective(model, TrainConfig(), ImageTask(), world.size), world, strategy)
+    part = Batch(images[first:last], labels[first:last], torch.arange(first, last))
+    compute(part, 5, world.total(part.num_targets)).loss.backward()
     gradient_norm(list(model.parameters()), None)
     return {name: whole(parameter.grad).flatten().tolist() for name, parameter in model.named_parameters()}
 
@@ -68,6 +78,22 @@ def write_gradients(file: str) -> None:
             Path(file).write_text(json.dumps(found))
 
 
+def figures(world, model_file: str, data_file: str) -> dict:
+    """All figures of a model on some data: test images by sevens, some processes get less, or none of the last."""
+    task, model = ImageTask(), load(model_file)
+    predict = Objective(model, TrainConfig(), task, world.size).eval().predict
+    data = task.load(data_file)
+    return evaluate(task, data, "test", predict, world, batch_size=7, full=True).as_dict()
+
+
+def write_figures(model_file: str, data_file: str, file: str) -> None:
+    with join_world("cpu") as world:
+        found = figures(world, model_file, data_file)
+        if world.leads:
+            Path(file).write_text(json.dumps(found))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"train": train_some_steps, "experts": write_gradients}[sys.argv[1]](*sys.argv[2:])
+    commands = {"train": train_some_steps, "experts": write_gradients, "evaluate": write_figures}
+    commands[sys.argv[1]](*sys.argv[2:])

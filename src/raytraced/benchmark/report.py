@@ -1,120 +1,82 @@
-"""results.json -> a table in words and in Markdown, and plots; a report can be written again without measuring."""
+"""results.json -> a table in words and in Markdown, and a plot; a report can be written again without measuring."""
 
 from pathlib import Path
 from typing import Any
 
-from raytraced.training.files import write_file
+from raytraced.benchmark.results import LOADED
+from raytraced.benchmark.table import WORKLOADS
+from raytraced.files import write_file
 
-COLUMNS = ("", "what", "value", "bar", "holds", "where it is worst")
+HEAD = ("workload", "what", "against", "ratio", "quartiles", "its median", "the other's", "threads", "experts")
 
 
 def write(content: dict[str, Any], folder: Path) -> None:
-    """results.md and the plots beside results.json."""
-    from raytraced.benchmark import figures
-
-    plots = figures.draw_all(content, folder)
-    write_file(folder / "results.md", markdown(content, plots))
-
-
-def titles() -> dict[str, str]:
-    """What each letter measures."""
-    from raytraced.benchmark.bars import BARS
-
-    return {letter: bar.title for letter, bar in BARS.items()}
-
-
-def rows(content: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The cells of the table, one row a bar."""
-    names = titles()
-    table: list[tuple[str, ...]] = []
-    for letter, bar in content["bars"].items():
-        detail = bar["detail"]
-        value = "not measured" if bar["value"] is None else f"{bar['value']:.3g}"
-        limit = f"{detail['rule']} {bar['bar']:g}"
-        failed = [name for name, holds in detail.get("conditions", {}).items() if not holds]
-        holds = "yes" if bar["holds"] else "**no**" + (f" (not {', '.join(failed)})" if failed else "")
-        table.append((letter, names[letter], value, limit, holds, detail["worst"]))
-    return table
-
-
-def text_table(content: dict[str, Any]) -> str:
-    """The table for a terminal."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*COLUMNS, box=SIMPLE_HEAD)
-    for row in rows(content):
-        table.add_row(*(cell.replace("**", "") for cell in row))
-    console = Console(width=150)
-    with console.capture() as capture:
-        console.print(table, markup=False, highlight=False)
-    return capture.get().rstrip()
-
-
-def markdown(content: dict[str, Any], plots: list[str]) -> str:
-    """The whole report."""
-    machine = content["machine"]
+    """results.md and ratios.png beside results.json."""
+    workloads, machine, code = content["workloads"], content["machine"], content["code"]
+    table = [HEAD, ("---",) * len(HEAD)]
+    table += [(name, *cells(row)) for name, entry in workloads.items() for row in entry["rows"]]
     lines = [
         "# Speed, measured",
         "",
-        "Written by `raytraced benchmark`; docs/speed.md says how each bar is measured.",
+        "Written by `raytraced benchmark`; docs/speed.md says how. A ratio is what the first takes over what the other takes,",
+        "side by side in one process: below 1 the first is faster. Its quartiles are those of single rounds.",
         "",
+        "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in machine.items()) + ".",
+        "",
+        *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table),
+        "",
+        *(f"- **{name}**: {'; '.join([WORKLOADS[name], *remarks(e, code)])}." for name, e in workloads.items()),
+        "",
+        "![Every ratio, with its quartiles](ratios.png)",
     ]
-    lines += [
-        f"{machine['processor']}, {machine['cores']} cores ({' '.join(machine['instructions'])}), "
-        f"{machine['memory_gb']} GB, {machine['system']}; Python {machine['python']}, torch {machine['torch']} "
-        f"({machine['torch_instructions']}, {machine['blas']}); kernels: {machine['kernels']}. "
-        "One thread unless a row says otherwise.",
-        "",
-        *markdown_table(COLUMNS, rows(content)),
-        "",
-    ]
-    lines += [line for plot in plots for line in (f"![{Path(plot).stem}]({plot})", "")]
-    lines += ["## Every check", ""]
-    lines += markdown_table(("", "check", "value", "quartiles", "bar", "holds", "note"), check_rows(content))
-    if "j" in content["bars"]:
-        lines += ["", "## Growth of the sequence with the grid (microseconds a sample)", "", *growth_table(content)]
-    lines += [
-        "",
-        "## Times",
-        "",
-        *markdown_table(("", "what", "threads", "median (ms)", "quartiles (ms)"), time_rows(content)),
-    ]
-    return "\n".join(lines) + "\n"
+    write_file(folder / "results.md", "\n".join(lines) + "\n")
+    draw(workloads, folder / "ratios.png")
 
 
-def check_rows(content: dict[str, Any]) -> list[tuple[str, ...]]:
-    table: list[tuple[str, ...]] = []
-    for letter, bar in content["bars"].items():
-        for check in bar["detail"]["checks"]:
-            value = "–" if check["value"] is None else f"{check['value']:.3g}"
-            spread = " … ".join(f"{number:.3g}" for number in check.get("quartiles", []))
-            limit = f"{check['rule']} {check['bar']:g}"
-            holds = "yes" if check["holds"] else "**no**"
-            table.append((letter, check["what"], value, spread, limit, holds, check.get("note", "")))
-    return table
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row of the table; what could not be measured has the reason in place of figures."""
+    if row["ratio"] is None:
+        return row["what"], row["against"], "–", row["note"], "", "", "", ""
+    ratio = f"{row['ratio']:.3g}" + (f" (1/{1 / row['ratio']:.3g})" if row["ratio"] < 0.2 else "")
+    spread = " … ".join(f"{value:.3g}" for value in row.get("quartiles", ()))
+    unit = "ms" if "median_ms" in row else "MB"
+    medians = (f"{row[key]:.4g} {unit}" for key in row if key.endswith(("median_ms", "mb")))
+    experts = ["–" if row.get(key) is None else f"{row[key]:.3g}" for key in ("experts", "against_experts")]
+    return row["what"], row["against"], ratio, spread, *medians, str(row.get("threads", 1)), " against ".join(experts)
 
 
-def growth_table(content: dict[str, Any]) -> list[str]:
-    detail = content["bars"]["j"]["detail"]
-    head = ("grid", "steps", "active", "inference", "inference, 8 experts at most", "training", "active in training")
-    keys = ("steps", "active", "inference_us", "inference_held_us", "training_us", "active_in_training")
-    body = [(row["grid"], *(f"{row[key]:.3g}" for key in keys)) for row in detail["table"]]
-    fits = [f"- {what}: exponent {value:.2f}" for what, value in detail["exponents"].items()]
-    return [*markdown_table(head, body), "", *fits]
+def remarks(entry: dict[str, Any], code: str | None = None) -> list[str]:
+    """Whether both sides computed the same, and what speaks against the figures: other work on the machine, other code."""
+    said = [f"{what}: {'yes' if holds else '**no**'}" for what, holds in entry["conditions"].items()]
+    if (share := entry["others_share_of_cores"] or 0) >= LOADED:
+        said.append(f"**measured while other processes took {share:.0%} of the cores**")
+    return said + ["**measured with other code than the rest**"] * (code not in (None, entry["measured"]["code"]))
 
 
-def time_rows(content: dict[str, Any]) -> list[tuple[str, ...]]:
-    table: list[tuple[str, ...]] = []
-    for letter, bar in content["bars"].items():
-        for name, row in bar["detail"].get("times", {}).items():
-            low, high = row["quartiles_ms"]
-            table.append((letter, name, str(row["threads"]), f"{row['median_ms']:.4g}", f"{low:.4g} … {high:.4g}"))
-    return table
+def text(name: str, entry: dict[str, Any]) -> str:
+    """A finished workload for a terminal."""
+    lines = [f"{name}: {WORKLOADS[name]}"]
+    for what, against, ratio, spread, *_ in map(cells, entry["rows"]):
+        lines.append(f"  {what} ÷ {against}: {ratio}" + (f" ({spread})" if spread else ""))
+    return "\n".join([*lines, *(f"  {remark.replace('**', '')}" for remark in remarks(entry))])
 
 
-def markdown_table(head: tuple[str, ...], body: list[tuple[str, ...]]) -> list[str]:
-    """A table, a line a row."""
-    cells = [head, ("---",) * len(head), *body]
-    return ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in cells]
+def draw(workloads: dict[str, Any], path: Path) -> None:
+    """Every ratio with its quartiles, on a logarithmic axis: left of the line the first is faster."""
+    from matplotlib.figure import Figure
+
+    rows = [(name, row) for name, entry in workloads.items() for row in entry["rows"] if row["ratio"]]
+    figure = Figure(figsize=(10, 1.1 + 0.2 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for place, (_, row) in enumerate(rows):
+        ends = row.get("quartiles", (row["ratio"], row["ratio"]))
+        axes.plot(ends, [place, place], color="#0072B2", linewidth=2.5, solid_capstyle="round")
+        axes.plot(row["ratio"], place, "o", color="#0072B2", markersize=5)
+        axes.annotate(f"{row['ratio']:.3g}", (ends[1], place), (6, 0), textcoords="offset points", va="center")
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set(xscale="log", xlabel="ratio, with its quartiles (log): left of the line the first is faster, or smaller")
+    axes.set_yticks(range(len(rows)), [f"{name}:  {row['what']} ÷ {row['against']}" for name, row in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x", alpha=0.25)
+    figure.savefig(path, dpi=130)

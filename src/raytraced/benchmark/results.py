@@ -1,46 +1,82 @@
-"""results.json: every finished bar is saved at once, and not measured again while code, machine and settings are the same."""
+"""results.json: figures, with the machine and the code that gave them; what is finished is saved at once, and kept."""
 
 import hashlib
 import json
-import subprocess
+import os
+import platform
+import re
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from raytraced.benchmark.outcome import Outcome
-from raytraced.training.files import write_file
+from raytraced.benchmark.table import WORKLOADS
+from raytraced.files import write_file
 
-# The code that a bar runs; the package's other folders can change and the results stay.
-FOLDERS = (".", "baselines", "benchmark", "data", "kernels", "kernels/cpu")
-SUFFIXES = (".py", ".cpp", ".h", ".inl")
+LOADED = 0.1  # share of the cores taken by others from which figures are told to be taken on a loaded machine
+# Code that no workload runs: it can change and the figures stay.
+NOT_MEASURED = ("benchmark/report.py", "cli.py", "commands/", "pictures/", "pretrained/", "reproduce/")
+
+
+class Outcome(NamedTuple):
+    """What a workload came to: ratios, and whether both sides computed the same where that was looked at."""
+
+    rows: list[dict[str, Any]]
+    conditions: dict[str, bool] | None = None
+
+
+class Others:
+    """The share of the cores that other processes have taken since this was made; None where the system does not tell."""
+
+    def __init__(self) -> None:
+        self.since = self._ticks()
+
+    def share(self) -> float | None:
+        busy, total, own = (now - then for then, now in zip(self.since, self._ticks(), strict=True))
+        return max(0.0, busy - own) / total if total else None
+
+    @staticmethod
+    def _ticks() -> tuple[float, float, float]:
+        """Busy and in all, of all cores; and this process's own, with those of its children that have ended."""
+        if not Path("/proc/stat").exists():
+            return 0, 0, 0
+        ticks = [int(word) for word in Path("/proc/stat").read_text().split()[1:9]]
+        return sum(ticks) - ticks[3] - ticks[4], sum(ticks), sum(os.times()[:4]) * os.sysconf("SC_CLK_TCK")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, versions, and whether operations are compiled; the same from run to run on one machine."""
+    import torch
+
+    from raytraced import operations
+
+    info = Path("/proc/cpuinfo")
+    name = re.search(r"model name\s*:\s*(.*)", info.read_text()) if info.exists() else None
+    return {
+        "processor": name[1] if name else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "compiled_operations": "yes" if operations.available() else f"no, {operations.why_not()}",
+    }
 
 
 def code_hash(package: Path) -> str:
-    """A hash of the code that bars run, whether committed or not."""
+    """A hash of the code that workloads run, whether committed or not."""
     digest = hashlib.sha256()
-    paths = [path for folder in FOLDERS for path in (package / folder).glob("*") if path.suffix in SUFFIXES]
-    for path in sorted(paths):
-        digest.update(f"{path.relative_to(package).as_posix()}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    for path in sorted(path for suffix in ("py", "cpp", "h", "inl") for path in package.rglob(f"*.{suffix}")):
+        place = path.relative_to(package).as_posix()
+        if not place.startswith(NOT_MEASURED):
+            digest.update(f"{place}\0{path.stat().st_size}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def git_commit(folder: Path) -> str | None:
-    """The commit that is checked out there, with + where files differ from it; None outside of a clone."""
-    try:
-        ask = ["git", "-C", str(folder)]
-        head = subprocess.run([*ask, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*ask, "status", "--porcelain", "-uno", "."], capture_output=True, text=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head.stdout.strip()[:12] + ("+" if changed.stdout.strip() else "")
-
-
 class ResultsFile:
-    """The results of one machine; a bar's own entry tells which code and settings it was measured with."""
+    """The results of one machine; every workload's entry tells which code and settings it was measured with."""
 
     def __init__(self, path: Path, machine: dict[str, Any], stamp: dict[str, Any], *, fresh: bool = False) -> None:
         self.path, self.stamp = path, stamp
-        self.content: dict[str, Any] = {"machine": machine, "bars": {}, "samples": {}}
+        self.content: dict[str, Any] = {"machine": machine, "code": stamp["code"], "workloads": {}}
         if fresh or not path.exists():
             return
         try:
@@ -48,30 +84,22 @@ class ResultsFile:
         except ValueError as error:
             raise ValueError(f"{path}: not JSON ({error}); move it away, or measure anew with --fresh") from error
         if isinstance(old, dict) and old.get("machine") == machine:
-            self.content |= old
+            self.content["workloads"] = old.get("workloads", {})
 
-    def is_done(self, key: str) -> bool:
-        """Whether a bar was measured with the same code and settings; the commit may be another one, of a text say."""
-        bar = self.content["bars"].get(key)
-        return bar is not None and all(
-            bar["detail"]["measured"].get(name) == self.stamp[name] for name in ("code", "settings")
-        )
+    def is_done(self, name: str) -> bool:
+        """Whether it was measured with the same code and settings."""
+        measured = self.content["workloads"].get(name, {}).get("measured", {})
+        return all(measured.get(key) == value for key, value in self.stamp.items())
 
-    def add(self, key: str, outcome: Outcome, seconds: float) -> dict[str, Any]:
-        """Save a finished bar."""
-        bar = outcome.as_dict()
+    def add(self, name: str, outcome: Outcome, seconds: float, others: float | None) -> dict[str, Any]:
+        """Save a finished workload; the file is written whole, or not at all."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        bar["detail"]["measured"] = self.stamp | {"at": now, "seconds": round(seconds, 1)}
-        self.content["bars"] = dict(sorted((self.content["bars"] | {key: bar}).items()))
-        self.content["samples"] = dict(sorted((self.content["samples"] | {key: _rounded(outcome.samples)}).items()))
-        self.save()
-        return bar
-
-    def save(self) -> None:
-        """Write the file whole, or not at all."""
+        entry: dict[str, Any] = {"rows": outcome.rows, "conditions": outcome.conditions or {}}
+        entry |= {"others_share_of_cores": others, "measured": self.stamp | {"at": now, "seconds": seconds}}
+        # five significant digits: more would pretend
+        entry = json.loads(json.dumps(entry), parse_float=lambda digits: float(f"{float(digits):.5g}"))
+        entries = self.content["workloads"] | {name: entry}
+        self.content["workloads"] = {known: entries[known] for known in WORKLOADS if known in entries}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_file(self.path, json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
-
-
-def _rounded(samples: dict[str, list[float]]) -> dict[str, list[float]]:
-    return {name: [float(f"{value:.5g}") for value in values] for name, values in samples.items()}
+        return entry

@@ -3,10 +3,11 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 
@@ -26,58 +27,28 @@ QUICK = Settings(rounds=5, sample_seconds=0.005, seconds=3, least_rounds=2, late
 
 
 class Contender(NamedTuple):
-    """Something to time, and the number of threads it may use."""
+    """Something to time, the threads it may use, and how many experts it runs for a sample where it runs any."""
 
+    name: str
     run: Callable[[], object]
     threads: int = 1
+    experts: float | None = None
 
 
-class Ratio(NamedTuple):
-    """The ratio of two medians, with the quartiles of the ratios round by round."""
+class Timings(dict[str, list[float]]):
+    """Seconds of a call, by contender and round."""
 
-    value: float
-    low: float
-    high: float
+    def median(self, one: Contender) -> float:
+        return statistics.median(self[one.name])
 
-
-class Timings:
-    """Seconds of every call, by contender and round."""
-
-    def __init__(self, samples: dict[str, list[float]], threads: dict[str, int]) -> None:
-        self.samples, self.threads = samples, threads
-
-    def median(self, name: str) -> float:
-        return statistics.median(self.samples[name])
-
-    def ratio(self, name: str, other: str) -> Ratio:
-        """How long one takes against the other."""
-        by_round = [a / b for a, b in zip(self.samples[name], self.samples[other], strict=True)]
-        low, high = quartiles(by_round)
-        return Ratio(self.median(name) / self.median(other), low, high)
-
-    def fastest(self, names: list[str]) -> str:
-        return min(names, key=self.median)
-
-    def summary(self) -> dict[str, dict[str, Any]]:
-        """Median and quartiles in milliseconds."""
-        rows = {}
-        for name, seconds in self.samples.items():
-            low, high = quartiles(seconds)
-            rows[name] = {
-                "median_ms": round(self.median(name) * 1e3, 6),
-                "quartiles_ms": [round(low * 1e3, 6), round(high * 1e3, 6)],
-                "samples": len(seconds),
-                "threads": self.threads[name],
-            }
-        return rows
-
-
-def quartiles(values: list[float]) -> tuple[float, float]:
-    """The first and the third quartile."""
-    if len(values) < 2:
-        return values[0], values[0]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, high
+    def row(self, one: Contender, other: Contender, *, times: float = 1.0) -> dict[str, Any]:
+        """How long one takes against the other's time (`times` it): the ratio of medians, its quartiles round by round."""
+        by_round = [a / (b * times) for a, b in zip(self[one.name], self[other.name], strict=True)]
+        medians = self.median(one), self.median(other) * times
+        row = {"what": one.name, "against": other.name, "ratio": medians[0] / medians[1], "rounds": len(by_round)}
+        quartiles = np.quantile(by_round, (0.25, 0.75)).tolist()
+        row |= {"quartiles": quartiles, "median_ms": medians[0] * 1e3, "against_median_ms": medians[1] * 1e3}
+        return row | {"threads": one.threads, "experts": one.experts, "against_experts": other.experts}
 
 
 @contextmanager
@@ -94,7 +65,7 @@ def quiet_process() -> Iterator[None]:
 
 
 def interleave(
-    contenders: Mapping[str, Contender],
+    contenders: list[Contender],
     settings: Settings,
     *,
     single_calls: bool = False,
@@ -102,36 +73,35 @@ def interleave(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timings:
     """Time all contenders in turns; `single_calls` takes one call a sample, for latencies."""
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    samples = Timings({one.name: [] for one in contenders})
     rounds = settings.latencies if single_calls else settings.rounds
     with quiet_process():
-        calls = {name: _warm_up(c, settings, single_calls, clock) for name, c in contenders.items()}
+        calls = {one.name: _warm_up(one, settings, single_calls, clock) for one in contenders}
         started = clock()
         for done in range(rounds):
             if not single_calls:
                 gc.collect()
-            for name, contender in contenders.items():
-                torch.set_num_threads(contender.threads)
+            for name, run, threads, _ in contenders:
+                torch.set_num_threads(threads)
                 if not single_calls:
-                    # not counted: each finds caches, memory and threads as it left them, not as the one before did
-                    contender.run()
+                    run()  # not counted: each finds caches, memory and threads as it left them, not as the one before did
                 begin = clock()
                 for _ in range(calls[name]):
-                    contender.run()
+                    run()
                 samples[name].append((clock() - begin) / calls[name])
             spent = clock() - started
             if not single_calls or done % 100 == 0:
                 tick(max((done + 1) / rounds, min(1.0, spent / settings.seconds)))
             if done + 1 >= settings.least_rounds and spent > settings.seconds:
                 break
-    return Timings(samples, {name: contender.threads for name, contender in contenders.items()})
+    return samples
 
 
-def _warm_up(contender: Contender, settings: Settings, single_calls: bool, clock: Callable[[], float]) -> int:
+def _warm_up(one: Contender, settings: Settings, single_calls: bool, clock: Callable[[], float]) -> int:
     """How many calls make a sample; the first call loads code and pages, the second is looked at."""
-    torch.set_num_threads(contender.threads)
-    contender.run()
+    torch.set_num_threads(one.threads)
+    one.run()
     begin = clock()
-    contender.run()
+    one.run()
     took = clock() - begin
     return 1 if single_calls else min(1000, max(1, round(settings.sample_seconds / max(took, 1e-9))))

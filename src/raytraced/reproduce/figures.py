@@ -1,264 +1,236 @@
 """The paper's figures, drawn again from our own runs. Each function takes the results and fills a figure."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from raytraced.reproduce.canvas import BLUE, FAINT, GRID, INK, Look, card, look_of, set_range
-from raytraced.reproduce.claims import mean_curve
-from raytraced.reproduce.epochs import settled
-from raytraced.reproduce.paper import DATA_NAMES, NAMES
-from raytraced.reproduce.plan import EQUAL_LR
+from raytraced.reproduce.canvas import BLUE, FAINT, GRID, INK, LOOKS, ORANGE, add_legend, card, panels, set_range
+from raytraced.reproduce.claims import accuracy_by_budget, settled
+from raytraced.reproduce.frontier import frontier_figure
+from raytraced.reproduce.plan import FULL
 from raytraced.reproduce.records import Record, Results, spread
+from raytraced.reproduce.variants import DATA_NAMES, EQUAL_LR, NAMES
+from raytraced.tasks.table import find_task
 
 NUM_LENGTHS = 6  # curves in a panel
 SPAN = 12.0  # points of accuracy that a panel shows at most
 LEAST_SHARE = 0.01  # of the images, for a length to have a curve of its own
 
+# Every figure by its file's name, with what it shows.
+CAPTIONS = {
+    "fig2": "Figure 2, our recipe: accuracy after 0, 1, … experts, a line for each sequence length; how many experts are used.",
+    "fig2-paper": "Figure 2, as in the paper: the same for the recipe of the text.",
+    "fig3": "Figure 3: test accuracy of a run against the epochs until its validation accuracy was within 0.5 of its best.",
+    "fig5": "Figure 5: for each class the share of its test images that activate each expert (rows: layers).",
+    "fig6": "Figure 6: validation accuracy over the epochs, mean and range over seeds.",
+    "fig7": "Figure 7: correctly classified test images, the first ones of each number of experts used (left).",
+    "frontier": "The frontier: test accuracy (mean and deviation over seeds) against multiply-adds.",
+    "union": "The frontier on the union of the three data sets: 30 classes, width 64, 64-wide experts.",
+}  # fmt: skip
 
-def sequence_figure(results: Results, data_names: list[str], label: str, quick: bool) -> Figure | None:
+
+def save_figures(
+    parts: list[str], results: Results, names: list[str], folder: Path, data_root: str | None, quick: bool = False
+) -> list[Path]:
+    """Draw the figures of some parts on some data sets into a folder, as far as there are runs for them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for part in parts:
+        for name, figure in draw_part(part, results, names, data_root):
+            if quick:
+                figure.suptitle(f"Quick run, not a result.\n{figure.get_suptitle()}", color=ORANGE, fontsize=10)
+                figure.set_figheight(figure.get_figheight() + 0.2)
+            written.append(folder / f"{name}.png")
+            figure.savefig(written[-1], dpi=150, metadata={"Software": None})
+    return written
+
+
+def draw_part(part: str, results: Results, names: list[str], data_root: str | None) -> Iterator[tuple[str, Figure]]:
+    """The figures of a part by file name, where there are runs for them."""
+    names = [data for data in names if not FULL.data[data].wide]
+    if part == "union":
+        names = [data for data, plan in FULL.data.items() if plan.wide]
+    known = {data: results.labels(data) for data in names}
+    if part == "fig2":
+        for name, label in (("fig2", "mre"), ("fig2-paper", "mre-paper")):
+            if shown := [data for data in names if label in known[data]]:
+                yield name, sequence_figure(results, shown, label)
+    elif part == "fig3":
+        if shown := [data for data in names if known[data] or results.labels(data, "equal-lr")]:
+            yield part, epochs_figure(results, shown)
+    elif part == "fig6":
+        if shown := [data for data in names if set(known[data]) & set(NAMES)]:
+            yield part, validation_figure(results, shown)
+    elif part in ("frontier", "union"):
+        if shown := [data for data in names if len(known[data]) > 1]:
+            yield part, frontier_figure(results, shown)
+    elif part in ("fig5", "fig7"):
+        for data in (data for data in names if "mre" in known[data]):
+            record, dataset = results.of(data, "mre")[0], find_task(data).load(data, data_root)
+            if part == "fig5":
+                yield f"fig5-{data}", class_figure(record, dataset.class_names)
+            else:
+                yield f"fig7-{data}", gallery_figure(record, dataset.test.images.numpy())
+
+
+def sequence_figure(results: Results, shown: list[str], label: str) -> Figure:
     """Figure 2: accuracy after 0, 1, … experts, a line for each sequence length; below, how long sequences are."""
-    shown = [data for data in data_names if any(one.lengths for one in results.of(data, label))]
-    if not shown:
-        return None
     title = f"{NAMES[label]}: accuracy along the sequence, one line for each sequence length"
-    with card(max(5.0, 3.3 * len(shown)), 4.8, title, quick) as figure:
-        rows = figure.subplots(2, len(shown), squeeze=False, height_ratios=(2, 1))
-        for column, data in enumerate(shown):
-            records = results.of(data, label)
-            draw_lengths(rows[0, column], records)
-            rows[0, column].set_title(DATA_NAMES.get(data, data))
-            draw_counts(rows[1, column], records)
-        rows[0, 0].set_ylabel("test accuracy (%)")
-        rows[1, 0].set_ylabel("images (%)")
-    return figure
+    with panels(title, "test accuracy (%)", shown, 4.8, nrows=2, height_ratios=(2, 1)) as grid:
+        for above, below, data in zip(*grid, shown, strict=True):
+            pooled = pool_lengths(results.of(data, label))
+            draw_lengths(above, pooled, accuracy_by_budget(results.of(data, label)))
+            below.bar(list(pooled), [100 * share for share, _ in pooled.values()], color=BLUE, width=0.8)
+            mean = sum(length * share for length, (share, _) in pooled.items())
+            below.axvline(mean, color=INK, linestyle="--", linewidth=1)
+            below.set_xlabel(f"experts an image uses (mean {mean:.1f})")
+            below.xaxis.set_major_locator(MaxNLocator(integer=True))
+        grid[1, 0].set_ylabel("images (%)")
+        return grid[0, 0].figure
 
 
-def pooled_lengths(records: list[Record]) -> dict[int, tuple[int, list[float]]]:
-    """By sequence length: how many images of all seeds together, and their accuracy after 0, 1, … experts."""
-    pooled: dict[int, tuple[int, list[float]]] = {}
-    for length in sorted({int(length) for one in records for length in one.lengths}):
-        parts = [one.lengths[str(length)] for one in records if str(length) in one.lengths]
-        total = sum(part["num"] for part in parts)
-        depth = min(len(part["accuracy"]) for part in parts)
-        curve = [sum(part["num"] * part["accuracy"][at] for part in parts) / total for at in range(depth)]
-        pooled[length] = total, curve
+Lengths = dict[int, tuple[float, list[float]]]
+"""by sequence length: the share of the images, and their accuracy after 0, 1, … experts"""
+
+
+def pool_lengths(records: list[Record]) -> Lengths:
+    """The images of all seeds together."""
+    tables = [{int(length): part for length, part in one.test["lengths"].items()} for one in records]
+    total = sum(part["num"] for table in tables for part in table.values())
+    pooled: Lengths = {}
+    for length in sorted({length for table in tables for length in table}):
+        parts = [table[length] for table in tables if length in table]
+        num, depth = sum(part["num"] for part in parts), min(len(part["accuracy"]) for part in parts)
+        curve = [sum(part["num"] * part["accuracy"][at] for part in parts) / num for at in range(depth)]
+        pooled[length] = num / total, curve
     return pooled
 
 
-def draw_lengths(axes: Axes, records: list[Record]) -> None:
+def draw_lengths(axes: Axes, pooled: Lengths, everyone: list[float]) -> None:
     """A line a length, light for short and dark for long sequences, and all images together."""
-    pooled = pooled_lengths(records)
-    total = sum(num for num, _ in pooled.values())
-    common = [length for length, (num, _) in pooled.items() if num >= LEAST_SHARE * total and length > 0]
-    if len(common) > NUM_LENGTHS:
-        common = [common[round(at)] for at in np.linspace(0, len(common) - 1, NUM_LENGTHS)]
+    common = thin_out([length for length, (share, _) in pooled.items() if share >= LEAST_SHARE and length > 0])
     curves: list[tuple[str, list[float], dict[str, Any]]] = []
     for number, length in enumerate(common):
-        look: dict[str, Any] = {
-            "color": shade(number / max(1, len(common) - 1)),
-            "marker": "osD^vP"[number],
-            "linewidth": 1.2,
-        }
-        curves.append((str(length), pooled[length][1], look))
-    everyone = mean_curve([[row["accuracy"] for row in one.budgets] for one in records if one.budgets])
+        # a map whose lightness changes evenly
+        colour = to_hex(colormaps["viridis_r"](0.25 + 0.6 * number / max(1, len(common) - 1)))
+        curves.append((str(length), pooled[length][1], {"color": colour, "marker": "osD^vP"[number], "linewidth": 1.2}))
     reach = max(common, default=1) + 1
     curves.append(("all", everyone[: reach + 1], {"color": INK, "linestyle": "--", "linewidth": 1.6}))
     for name, curve, look in curves:
         axes.plot(range(len(curve)), [100 * value for value in curve], markersize=3.5, **look)
         # each line carries its own name: no legend to cover the others
-        axes.annotate(
-            name,
-            (len(curve) - 1, 100 * curve[-1]),
-            (4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=7.5,
-            color=look["color"],
-        )
+        own: dict[str, Any] = {"va": "center", "fontsize": 7.5, "color": look["color"]}
+        axes.annotate(name, (len(curve) - 1, 100 * curve[-1]), (4, 0), textcoords="offset points", **own)
     axes.set_xlim(-0.3, reach + 0.7)
     axes.set_xlabel("experts run so far")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(color=GRID, linewidth=0.6)
 
 
-def shade(share: float) -> str:
-    """A colour of a map whose lightness changes evenly: light for 0, dark for 1."""
-    return to_hex(colormaps["viridis_r"](0.25 + 0.6 * share))
+def thin_out(lengths: list[Any]) -> list[Any]:
+    """At most six of them, evenly."""
+    most = min(NUM_LENGTHS, len(lengths))
+    return [lengths[round(at)] for at in np.linspace(0, len(lengths) - 1, most)]
 
 
-def draw_counts(axes: Axes, records: list[Record]) -> None:
-    """A histogram of sequence lengths, with its mean."""
-    pooled = pooled_lengths(records)
-    total = sum(num for num, _ in pooled.values())
-    axes.bar(list(pooled), [100 * num / total for num, _ in pooled.values()], color=BLUE, width=0.8)
-    mean = sum(length * num for length, (num, _) in pooled.items()) / total
-    axes.axvline(mean, color=INK, linestyle="--", linewidth=1)
-    axes.set_xlabel(f"experts an image uses (mean {mean:.1f})")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def epochs_figure(results: Results, data_names: list[str], quick: bool) -> Figure | None:
+def epochs_figure(results: Results, shown: list[str]) -> Figure:
     """Figure 3: test accuracy of a run against the epochs it took to settle, at an equal rate and at each model's best."""
-    groups = [("equal-lr", f"rate {EQUAL_LR:g} for all"), ("main", "each at its best rate")]
-    shown = [
-        data for data in data_names if any(results.of(data, label, group) for group, _ in groups for label in NAMES)
-    ]
-    if not shown:
-        return None
+    groups = {"equal-lr": f"rate {EQUAL_LR:g} for all", "main": "each at its best rate"}
     title = "Test accuracy of runs, and the epochs until they were within 0.5 points of their best"
-    with card(max(5.0, 3.3 * len(shown)), 5.4, title, quick) as figure:
-        panels = figure.subplots(2, len(shown), squeeze=False)
-        for row, (group, rates) in enumerate(groups):
-            for column, data in enumerate(shown):
-                axes = panels[row, column]
+    with panels(title, "test accuracy (%)", shown, 5.4, nrows=2) as grid:
+        for row, (group, rates) in zip(grid, groups.items(), strict=True):
+            for axes, data in zip(row, shown, strict=True):
                 below = draw_settled(axes, results, data, group)
-                axes.set_title(f"{DATA_NAMES.get(data, data)}, {rates}", fontsize=8.5)
+                axes.set_title(f"{DATA_NAMES[data]}, {rates}", fontsize=8.5)
                 axes.set_xlabel(f"epochs{below}", fontsize=8)
-            panels[row, 0].set_ylabel("test accuracy (%)")
-        add_legend(figure, panels)
-    return figure
+        add_legend(grid)
+        return grid[0, 0].figure
 
 
 def draw_settled(axes: Axes, results: Results, data: str, group: str) -> str:
     """A marker a run; returns what lies below the panel."""
-    lowest, best = {}, 0.0
+    lowest, best, last = {}, 0.0, 0
     for label, name in NAMES.items():
-        points = [(settled(one), 100 * one.accuracy) for one in results.of(data, label, group) if one.history]
-        if points:
-            scatter(axes, points, look_of(label), name)
-            lowest[name] = min(accuracy for _, accuracy in points)
-            best = max(best, *(accuracy for _, accuracy in points))
+        records = results.of(data, label, group)
+        if records:
+            accuracies, look = [100 * one.accuracy for one in records], LOOKS[label]
+            axes.scatter([settled(one) for one in records], accuracies, s=34, marker=look.marker, facecolor=look.face,
+                         edgecolor=look.colour, linewidth=1.2, label=name, zorder=3)  # fmt: skip
+            lowest[name], best, last = min(accuracies), max(best, *accuracies), records[0].config.epochs
     axes.grid(color=GRID, linewidth=0.6)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlim(0, 1 + max((one.epochs for one in results.of(data, "mre", group)), default=40))
+    axes.set_xlim(0, 1 + (last or 40))
     return set_range(axes, lowest, SPAN, best) if lowest else ""
 
 
-def scatter(axes: Axes, points: list[tuple[int, float]], look: Look, name: str) -> None:
-    """One marker a run."""
-    epochs, accuracies = zip(*points, strict=True)
-    face = look.colour if look.filled else "white"
-    axes.scatter(
-        epochs,
-        accuracies,
-        s=34,
-        marker=look.marker,
-        facecolor=face,
-        edgecolor=look.colour,
-        linewidth=1.2,
-        label=name,
-        zorder=3,
-    )
-
-
-def add_legend(figure: Figure, panels: np.ndarray) -> None:
-    """One legend for all panels, below them."""
-    handles: dict[str, Artist] = {}
-    for axes in panels.flat:
-        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(name, handle)
-    figure.legend(
-        list(handles.values()),
-        list(handles),
-        loc="outside lower center",
-        ncols=int(figure.get_figwidth() / 1.75),
-        fontsize=8,
-        handlelength=2.2,
-    )
-
-
-def validation_figure(results: Results, data_names: list[str], quick: bool) -> Figure | None:
+def validation_figure(results: Results, shown: list[str]) -> Figure:
     """Figure 6: validation accuracy over the epochs, the mean of the seeds and their range."""
-    shown = [data for data in data_names if any(results.of(data, label) for label in NAMES)]
-    if not shown:
-        return None
-    with card(max(5.0, 3.3 * len(shown)), 3.6, "Validation accuracy over the epochs", quick) as figure:
-        panels = figure.subplots(1, len(shown), squeeze=False)
-        for axes, data in zip(panels[0], shown, strict=True):
+    with panels("Validation accuracy over the epochs", "validation accuracy (%)", shown, 3.6) as grid:
+        for axes, data in zip(grid[0], shown, strict=True):
             finals = {}
-            for label, name in NAMES.items():
-                curves = [
-                    [100 * epoch["validation_accuracy"] for epoch in one.history] for one in results.of(data, label)
-                ]
-                if not curves or not curves[0]:
-                    continue
-                values = np.array(curves)
-                epochs, look = np.arange(1, values.shape[1] + 1), look_of(label)
-                marks = max(1, len(epochs) // 6)
-                axes.plot(epochs, values.mean(0), look.line, color=look.colour, linewidth=1.5, label=name, marker=look.marker,
-                          markevery=marks, markersize=4, markerfacecolor=look.colour if look.filled else "white")  # fmt: skip
+            for label in (label for label in NAMES if results.of(data, label)):
+                values = 100 * np.array([one.history["validation_accuracy"] for one in results.of(data, label)])
+                epochs, look = np.arange(1, values.shape[1] + 1), LOOKS[label]
+                axes.plot(epochs, values.mean(0), look.line, color=look.colour, linewidth=1.5, label=NAMES[label],
+                          marker=look.marker, markevery=max(1, len(epochs) // 6), markersize=4,
+                          markerfacecolor=look.face)  # fmt: skip
                 axes.fill_between(epochs, values.min(0), values.max(0), color=look.colour, alpha=0.15, linewidth=0)
-                finals[name] = spread(curve[-1] for curve in curves).mean
+                finals[NAMES[label]] = spread(values[:, -1]).mean
             # the first epochs would leave no room for the differences
             below = set_range(axes, finals | {"": max(finals.values()) - SPAN / 2}, SPAN)
-            axes.set_title(DATA_NAMES.get(data, data))
             axes.set_xlabel(f"epoch{below}")
             axes.grid(color=GRID, linewidth=0.6)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        panels[0, 0].set_ylabel("validation accuracy (%)")
-        add_legend(figure, panels)
-    return figure
+        add_legend(grid)
+        return grid[0, 0].figure
 
 
-def class_figure(record: Record, class_names: tuple[str, ...], quick: bool) -> Figure | None:
+def class_figure(record: Record, class_names: tuple[str, ...]) -> Figure:
     """Figure 5: for each class which experts its images activate, with the mean number and the accuracy."""
-    if not record.class_load:
-        return None
-    load = np.array(record.class_load)  # (C, L, N)
-    columns = min(5, len(load))
-    rows = -(-len(load) // columns)
-    title = f"{DATA_NAMES.get(record.data, record.data)}: the share of each class's images that activate each expert"
-    with card(1.85 * columns, 1.3 * rows + (0.7 if quick else 0.5), title, quick) as figure:
-        panels = figure.subplots(rows, columns, squeeze=False)
-        for number, axes in enumerate(panels.flat):
-            if number >= len(load):
-                axes.set_axis_off()
-                continue
-            picture = axes.imshow(load[number], cmap="Blues", vmin=0, vmax=1, aspect="equal")
+    loads = np.array(record.test["class_load"])  # (C, L, N)
+    columns = min(5, len(loads))
+    num_rows = -(-len(loads) // columns)
+    title = f"{DATA_NAMES[record.data]}: the share of each class's images that activate each expert"
+    with card(title, 1.85 * columns, 1.3 * num_rows + 0.5) as figure:
+        grid = figure.subplots(num_rows, columns, squeeze=False)
+        for axes in grid.flat[len(loads) :]:
+            axes.set_axis_off()
+        for number, (axes, load_LN) in enumerate(zip(grid.flat, loads, strict=False)):
+            picture = axes.imshow(load_LN, cmap="Blues", vmin=0, vmax=1, aspect="equal")
             experts, accuracy = (record.test[name][number] for name in ("experts_per_class", "accuracy_per_class"))
-            axes.set_title(
-                f"{class_names[number]}\n{experts:.1f} experts, {100 * accuracy:.1f} %", fontsize=8, loc="center"
-            )
+            told = f"{class_names[number]}\n{experts:.1f} experts, {100 * accuracy:.1f} %"
+            axes.set_title(told, fontsize=8, loc="center")
             axes.set_xticks([])
-            axes.set_yticks(
-                range(load.shape[1]),
-                [f"{layer + 1}" for layer in range(load.shape[1])] if number % columns == 0 else [],
-                fontsize=7,
-            )
+            layers = [] if number % columns else [str(layer + 1) for layer in range(len(load_LN))]
+            axes.set_yticks(range(len(load_LN)), layers, fontsize=7)
             axes.tick_params(length=0)
             axes.spines[:].set(visible=True, color=GRID)
-        panels[0, 0].set_ylabel("layer", fontsize=7, color=FAINT)
-        bar = figure.colorbar(picture, ax=panels, shrink=0.6, aspect=18, pad=0.02)
-        bar.set_label("share of images", fontsize=8)
-        bar.outline.set_visible(False)
-    return figure
+        grid[0, 0].set_ylabel("layer", fontsize=7, color=FAINT)
+        scale = figure.colorbar(picture, ax=grid, shrink=0.6, aspect=18, pad=0.02)
+        scale.set_label("share of images", fontsize=8)
+        scale.outline.set_visible(False)
+        return figure
 
 
-def gallery_figure(record: Record, images: np.ndarray, quick: bool) -> Figure | None:
+def gallery_figure(record: Record, images: np.ndarray) -> Figure:
     """Figure 7: correctly classified test images (n, C, H, W), a row for each number of experts they used."""
-    if not record.gallery:
-        return None
-    lengths = [length for length, rows in record.gallery.items() if len(rows) >= 6] or list(record.gallery)
-    if len(lengths) > 6:
-        lengths = [lengths[round(at)] for at in np.linspace(0, len(lengths) - 1, 6)]
-    columns = 12
-    title = (
-        f"{DATA_NAMES.get(record.data, record.data)}: correctly classified images, by the number of experts they used"
-    )
-    with card(7.6, 0.62 * len(lengths) + (0.7 if quick else 0.5), title, quick) as figure:
-        panels = figure.subplots(len(lengths), columns, squeeze=False)
-        for row, length in zip(panels, lengths, strict=True):
-            for axes in row:
-                axes.set_axis_off()
-            for axes, index in zip(row, record.gallery[length], strict=False):
+    gallery: dict[str, list[int]] = record.test["gallery"]
+    lengths = thin_out([length for length, rows in gallery.items() if len(rows) >= 6] or list(gallery))
+    title = f"{DATA_NAMES[record.data]}: correctly classified images, by the number of experts they used"
+    with card(title, 7.6, 0.62 * len(lengths) + 0.5) as figure:
+        grid = figure.subplots(len(lengths), max(map(len, gallery.values())), squeeze=False)
+        for axes in grid.flat:
+            axes.set_axis_off()
+        for row, length in zip(grid, lengths, strict=True):
+            for axes, index in zip(row, gallery[length], strict=False):
                 pixels = images[index]
                 axes.imshow(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0), cmap="gray_r")
             row[0].text(-0.35, 0.5, length, transform=row[0].transAxes, ha="right", va="center", fontsize=10)
-    return figure
+        return figure

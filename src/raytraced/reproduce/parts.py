@@ -1,117 +1,39 @@
 """The parts of the evidence, by the names that --only takes: which runs each needs. Needs no torch."""
 
-import difflib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from raytraced.reproduce.plan import Planner, Run
 from raytraced.reproduce.variants import (
     BALANCE_VARIANTS,
+    EQUAL_VARIANTS,
+    INIT_VARIANTS,
     MRE,
     MRE_PAPER,
     PAPER_VARIANTS,
-    frontier_variants,
-    init_variants,
+    compared_variants,
     temperature_variants,
-    union_variants,
-)
+)  # fmt: skip
+from raytraced.words import did_you_mean
 
 Wanted = tuple[str, ...] | None
 """data sets that were asked for; None: those that a part is made for"""
 
-
-@dataclass(frozen=True)
-class Part:
-    """What a part shows, and which runs it needs on which data sets."""
-
-    title: str
-    runs: Callable[[Planner, Wanted], list[Run]]
-
-
-def paper_data(planner: Planner, wanted: Wanted) -> tuple[str, ...]:
-    """The paper's data sets, or any others that were asked for; the union has models of its own."""
-    return planner.scale.data if wanted is None else tuple(name for name in wanted if name != "union")
-
-
-def only(names: tuple[str, ...], wanted: Wanted) -> tuple[str, ...]:
-    """Those data sets of a part that were asked for."""
-    return names if wanted is None else tuple(name for name in names if name in wanted)
-
-
-def all_models(planner: Planner, wanted: Wanted) -> list[Run]:
-    return planner.runs("main", PAPER_VARIANTS, paper_data(planner, wanted), planner.scale.num_seeds)
-
-
-def both_recipes(planner: Planner, wanted: Wanted) -> list[Run]:
-    return planner.runs("main", (MRE, MRE_PAPER), paper_data(planner, wanted), planner.scale.num_seeds)
-
-
-def one_model(planner: Planner, wanted: Wanted) -> list[Run]:
-    return planner.runs("main", (MRE,), paper_data(planner, wanted), 1)
-
-
-def equal_and_best_lr(planner: Planner, wanted: Wanted) -> list[Run]:
-    return [*all_models(planner, wanted), *planner.equal_lr(paper_data(planner, wanted))]
-
-
-def searches(planner: Planner, wanted: Wanted) -> list[Run]:
-    names = only(planner.scale.search_data, wanted)
-    return [run for name in names for variant in PAPER_VARIANTS for run in planner.search(variant, name)]
-
-
-def balance(planner: Planner, wanted: Wanted) -> list[Run]:
-    return planner.runs("main", BALANCE_VARIANTS, paper_data(planner, wanted), planner.scale.num_seeds)
-
-
-def temperature(planner: Planner, wanted: Wanted) -> list[Run]:
-    scale = planner.scale
-    names = only((scale.probe_data,), wanted)
-    variants = temperature_variants(scale.temperatures)
-    return planner.runs("temperature", variants, names, scale.num_seeds, scale.probe_epochs)
-
-
-def init(planner: Planner, wanted: Wanted) -> list[Run]:
-    scale = planner.scale
-    return planner.runs("init", init_variants(), only((scale.probe_data,), wanted), scale.num_seeds, scale.probe_epochs)
-
-
-def frontier(planner: Planner, wanted: Wanted) -> list[Run]:
-    scale = planner.scale
-    names = only(scale.frontier_data, wanted)
-    return planner.runs("main", frontier_variants(scale.dials), names, scale.num_frontier_seeds)
-
-
-def union(planner: Planner, wanted: Wanted) -> list[Run]:
-    scale = planner.scale
-    return planner.runs(
-        "main", union_variants(scale.union_dials), only(scale.union_data, wanted), scale.num_frontier_seeds
-    )
-
-
-def shipped(planner: Planner, wanted: Wanted) -> list[Run]:
-    scale = planner.scale
-    names = tuple(dict.fromkeys((*scale.data, "digits"))) if wanted is None else paper_data(planner, wanted)
-    ours = planner.runs("main", (MRE,), names, scale.num_seeds)
-    return [*ours, *planner.runs("main", (MRE_PAPER,), only(("fashion-mnist",), wanted), scale.num_seeds)]
-
-
 PARTS = {
-    "table1": Part("Table 1: accuracy of every model", all_models),
-    "table2": Part("Table 2: parameters and experts used", both_recipes),
-    "fig2": Part("Figure 2: accuracy along the sequence, and how many experts are used", both_recipes),
-    "fig3": Part("Figure 3: accuracy against epochs, at an equal learning rate and at each model's best", equal_and_best_lr),
-    "fig5": Part("Figure 5: experts by class", one_model),
-    "fig6": Part("Figure 6: validation accuracy over the epochs", all_models),
-    "fig7": Part("Figure 7: images ordered by the experts they use", one_model),
-    "lr": Part("The learning-rate search", searches),
-    "balance": Part("How evenly experts are used", balance),
-    "temperature": Part("Temperature of the Gumbel-softmax", temperature),
-    "init": Part("Scaling of the initialisation", init),
-    "frontier": Part("Accuracy against multiply-adds", frontier),
-    "union": Part("Accuracy against multiply-adds, the union of three data sets", union),
-    "ship": Part("Trained models for the package", shipped),
-}  # fmt: skip
-
+    "table1": "Table 1: accuracy of every model",
+    "table2": "Table 2: parameters and experts used",
+    "fig2": "Figure 2: accuracy along the sequence, and how many experts are used",
+    "fig3": "Figure 3: accuracy against epochs, at an equal learning rate and at each model's best",
+    "fig5": "Figure 5: experts by class",
+    "fig6": "Figure 6: validation accuracy over the epochs",
+    "fig7": "Figure 7: images ordered by the experts they use",
+    "lr": "The learning-rate search",
+    "balance": "How evenly experts are used",
+    "temperature": "Temperature of the Gumbel-softmax",
+    "init": "Scaling of the initialisation",
+    "frontier": "Accuracy against multiply-adds",
+    "union": "Accuracy against multiply-adds, the union of three data sets",
+    "ship": "Trained models for the package",
+}
 SETS = {
     "default": ("table1", "table2", "fig2", "fig3", "fig5", "fig6", "fig7"),
     "claims": ("lr", "balance", "temperature", "init"),
@@ -124,15 +46,71 @@ def choose_parts(names: Iterable[str]) -> list[str]:
     chosen: set[str] = set()
     for name in names:
         if name not in PARTS and name not in SETS:
-            known = [*PARTS, *SETS]
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"must be one of {', '.join(known)}"
-            raise ValueError(f"only={name}: no such part; {hint}")
+            raise ValueError(f"only={name}: no such part; {did_you_mean(name, [*PARTS, *SETS])}")
         chosen |= set(SETS.get(name, (name,)))
     return [part for part in PARTS if part in chosen]
 
 
+def runs_of(part: str, planner: Planner, wanted: Wanted) -> list[Run]:
+    """The runs that a part needs, of the models that it compares on the data sets that it is made for."""
+    scale = planner.scale
+    plans, seeds = scale.data, range(scale.num_seeds)
+    # the paper's, or any others that were asked for; wide models are not the paper's
+    papers = [
+        name for name, plan in plans.items() if (plan.paper if wanted is None else name in wanted) and not plan.wide
+    ]
+    asked = [name for name in plans if wanted is None or name in wanted]
+    probed = [name for name in asked if name == scale.probe_data]
+    compared = [name for name in asked if plans[name].compared and plans[name].wide == (part == "union")]
+    match part:
+        case "table1" | "fig6":
+            return planner.runs("main", PAPER_VARIANTS, papers, seeds)
+        case "table2" | "fig2":
+            return planner.runs("main", (MRE, MRE_PAPER), papers, seeds)
+        case "fig3":
+            return planner.runs("main", PAPER_VARIANTS, papers, seeds) + planner.runs(
+                "equal-lr", EQUAL_VARIANTS, papers, [0]
+            )
+        case "fig5" | "fig7":
+            return planner.runs("main", (MRE,), papers, [0])
+        case "lr":
+            return [run for name in compared for variant in PAPER_VARIANTS for run in planner.search(variant, name)]
+        case "balance":
+            return planner.runs("main", BALANCE_VARIANTS, papers, seeds)
+        case "temperature":
+            variants = temperature_variants(scale.temperatures)
+            return planner.runs("temperature", variants, probed, seeds, scale.probe_epochs)
+        case "init":
+            return planner.runs("init", INIT_VARIANTS, probed, seeds, scale.probe_epochs)
+        case "frontier" | "union":
+            everyone = {name: compared_variants(plans[name].costs, plans[name].wide) for name in compared}
+            seeds = range(scale.num_compared_seeds)
+            return [run for name in compared for run in planner.runs("main", everyone[name], [name], seeds)]
+        case _:  # ship
+            small = ["digits"] if wanted is None and "digits" not in papers else []
+            written = [name for name in papers if name == "fashion-mnist"]
+            ours = planner.runs("main", (MRE,), [*papers, *small], seeds)
+            return [*ours, *planner.runs("main", (MRE_PAPER,), written, seeds)]
+
+
 def collect_runs(parts: Iterable[str], planner: Planner, wanted: Wanted) -> list[Run]:
     """All runs that some parts need, each once."""
-    runs = {run.key: run for part in parts for run in PARTS[part].runs(planner, wanted)}
-    return list(runs.values())
+    return list({run.key: run for part in parts for run in runs_of(part, planner, wanted)}.values())
+
+
+def every_search(planner: Planner) -> list[Run]:
+    """The searches of everyone who has one of their own, on every data set."""
+    return [
+        run
+        for name, plan in planner.scale.data.items()
+        for variant in compared_variants((), plan.wide)
+        if variant.lr is None and variant.tuned_as is None
+        for run in planner.search(variant, name)
+    ]
+
+
+def every_run(planner: Planner) -> list[Run]:
+    """Whatever may have been run at a scale, by whichever command."""
+    everywhere = tuple(planner.scale.data)
+    runs = every_search(planner) + collect_runs(PARTS, planner, None) + collect_runs(PARTS, planner, everywhere)
+    return list({run.key: run for run in runs}.values())

@@ -1,27 +1,38 @@
-"""The table of runs: what is trained for which part, from what configuration. Needs no torch."""
+"""The table of runs: how much is trained on which data set, from what configuration. Needs no torch."""
 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from typing import Any, Literal
 
-from raytraced.reproduce.variants import PAPER_VARIANTS, Variant
-from raytraced.training.config import Preset, TrainConfig, preset_values
+from raytraced.reproduce.variants import Variant
+from raytraced.training.config import PRIVATE_FIELDS, TrainConfig, preset_values
 
 Group = Literal["main", "equal-lr", "search", "temperature", "init"]
+LearningRates = Mapping[str, Mapping[str, float]]  # data set → label → learning rate
 
-EQUAL_LR = 1e-3
 SEARCH_SEED = 100  # of no other run
 
-# Seconds an epoch of MRE takes on one core: the first guess at the time left, and what orders the runs.
-EPOCH_SECONDS = {"digits": 0.3, "mnist": 1.0, "fashion-mnist": 1.0, "cifar10": 2.0, "union": 7.0}
 
-# Where two runs may differ without being different runs.
-PRIVATE = ("data_root", "output", "name", "quiet", "device", "threads", "checkpoint_seconds", "checkpoint_steps")
+@dataclass(frozen=True)
+class DataPlan:
+    """How much is trained on one data set, and what for."""
 
-LearningRates = Mapping[str, Mapping[str, float]]
-"""data set → label → learning rate"""
+    epochs: int
+    search_epochs: int
+    paper: bool = True  # whether it is in the paper's tables and figures
+    compared: bool = True  # whether every rival is searched for and trained
+    grid: tuple[float, ...] = (5e-4, 1e-3, 2e-3, 5e-3, 1e-2)  # learning rates that the search tries, for every model
+    costs: tuple[float, ...] = (0.0003, 0.001, 0.003)  # that MRE is charged for an expert, besides none
+    options: dict[str, Any] = field(default_factory=dict)  # of every model, where they are wider than the paper's
+    epoch_seconds: float = 1.0  # of MRE on one core: the first guess at the time left, and what orders the runs
+
+    @property
+    def wide(self) -> bool:
+        """Whether its models are wider than the paper's, and so no part of the paper's tables."""
+        return bool(self.options)
 
 
 @dataclass(frozen=True)
@@ -29,76 +40,55 @@ class Scale:
     """How much is run: the whole evidence, or a small likeness of it."""
 
     name: Literal["full", "quick"]
-    data: tuple[str, ...]
-    """data sets of the paper's tables and figures"""
+    data: Mapping[str, DataPlan]
     num_seeds: int
-    num_equal_seeds: int
-    """of the runs at an equal learning rate"""
-    num_frontier_seeds: int
-    epochs: Mapping[str, int]
-    search_epochs: Mapping[str, int]
-    search_data: tuple[str, ...]
-    grid: tuple[float, ...]
-    """learning rates that the search tries, the same for every model"""
-    union_grid: tuple[float, ...]
-    """those on the union, where a short run favours too large ones: fewer, each for as long as a run"""
-    fixed_lr: float | None
-    """the learning rate of everyone in place of a search"""
-    dials: tuple[float, ...]
-    """settings of MRE's cost dial, besides 0"""
-    union_dials: tuple[float, ...]
-    """those on the union, whose wide experts are worth more"""
+    num_compared_seeds: int
     temperatures: tuple[float, ...]
-    probe_data: str
-    """the data set on which temperature and initialisation are varied"""
+    probe_data: str  # on which temperature and initialisation are varied
     probe_epochs: int
-    frontier_data: tuple[str, ...]
-    union_data: tuple[str, ...] = ("union",)
-
-    def grid_of(self, data: str) -> tuple[float, ...]:
-        """The learning rates that the search tries on a data set."""
-        return self.union_grid if data == "union" else self.grid
+    fixed_lr: float | None = None  # of everyone, in place of a search
 
 
+# 64-wide experts, so that capacity matters. A short search would favour too large rates: fewer rates, each a whole run.
+UNION = DataPlan(6, 6, False, True, (1e-3, 2e-3, 5e-3), (0.003, 0.03), {"dim": 64}, epoch_seconds=7.0)
 FULL = Scale(
-    name="full",
-    data=("mnist", "fashion-mnist", "cifar10"),
+    "full",
+    {
+        "digits": DataPlan(60, 20, paper=False, compared=False, epoch_seconds=0.3),
+        "mnist": DataPlan(25, 8),
+        "fashion-mnist": DataPlan(25, 8),
+        "cifar10": DataPlan(25, 5, epoch_seconds=2.0),
+        "union": UNION,
+    },
     num_seeds=3,
-    num_equal_seeds=1,
-    num_frontier_seeds=5,
-    epochs={"digits": 60, "mnist": 25, "fashion-mnist": 25, "cifar10": 25, "union": 6},
-    search_epochs={"digits": 20, "mnist": 8, "fashion-mnist": 8, "cifar10": 5, "union": 6},
-    search_data=("mnist", "fashion-mnist", "cifar10"),
-    grid=(5e-4, 1e-3, 2e-3, 5e-3, 1e-2),
-    union_grid=(1e-3, 2e-3, 5e-3),
-    fixed_lr=None,
-    dials=(0.0003, 0.001, 0.003),
-    union_dials=(0.003, 0.03),
+    num_compared_seeds=5,
     temperatures=(1.0, 10.0, 20.0, 50.0),
     probe_data="fashion-mnist",
     probe_epochs=15,
-    frontier_data=("mnist", "fashion-mnist", "cifar10"),
 )
 
+
+def small(name: str, epochs: int, search_epochs: int = 1, paper: bool = False, compared: bool = False) -> DataPlan:
+    """A data set's plan in small."""
+    plan = replace(FULL.data[name], epochs=epochs, search_epochs=search_epochs, paper=paper, compared=compared)
+    return replace(plan, grid=(1e-3, 5e-3), costs=(0.03,))
+
+
 QUICK = Scale(
-    name="quick",
-    data=("digits", "fashion-mnist"),
+    "quick",
+    {
+        "digits": small("digits", 10, 3, paper=True, compared=True),
+        "mnist": small("mnist", 2),
+        "fashion-mnist": small("fashion-mnist", 2, paper=True),
+        "cifar10": small("cifar10", 1),
+        "union": small("union", 1),
+    },
     num_seeds=1,
-    num_equal_seeds=1,
-    num_frontier_seeds=1,
-    epochs={"digits": 10, "mnist": 2, "fashion-mnist": 2, "cifar10": 1, "union": 1},
-    search_epochs={"digits": 3, "mnist": 1, "fashion-mnist": 1, "cifar10": 1, "union": 1},
-    search_data=("digits",),
-    grid=(1e-3, 5e-3),
-    union_grid=(1e-3, 5e-3),
-    fixed_lr=5e-3,
-    dials=(0.03,),
-    union_dials=(),
+    num_compared_seeds=1,
     temperatures=(10.0, 50.0),
     probe_data="digits",
     probe_epochs=6,
-    frontier_data=("digits",),
-    union_data=(),
+    fixed_lr=5e-3,
 )
 
 
@@ -109,15 +99,15 @@ class Run:
     group: Group
     label: str
     config: TrainConfig
+    family: str = ""  # what it is one setting of, or its label
+    setting: float | None = None  # learning rate of a search, temperature, cost of an expert, number of blocks
 
     @property
     def data(self) -> str:
-        """The data set."""
         return self.config.data
 
     @property
     def seed(self) -> int:
-        """Of everything random in it."""
         return self.config.seed
 
     @property
@@ -126,10 +116,14 @@ class Run:
         return f"{self.group}-{self.data}-{self.label}-s{self.seed}"
 
     @property
+    def public_config(self) -> dict[str, Any]:
+        """The configuration without what may differ between machines: what makes a run this run."""
+        return {name: value for name, value in asdict(self.config).items() if name not in PRIVATE_FIELDS}
+
+    @property
     def digest(self) -> str:
         """A few letters that change with the configuration: what was trained otherwise is another run."""
-        values = {name: value for name, value in asdict(self.config).items() if name not in PRIVATE}
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+        return hashlib.sha256(json.dumps(self.public_config, sort_keys=True).encode()).hexdigest()[:8]
 
     @property
     def folder(self) -> str:
@@ -140,18 +134,7 @@ class Run:
     def expected_seconds(self) -> float:
         """A guess, good enough to start long runs first."""
         slow = self.config.model == "mre-paper"
-        return self.config.epochs * EPOCH_SECONDS.get(self.data, 1.0) * (2.0 if slow else 1.0) + 4.0
-
-
-def configure(variant: Variant, data: str, seed: int, epochs: int, lr: float, **training: Any) -> TrainConfig:
-    """The configuration of a variant's run: its preset, then its own options, then what all runs share."""
-    values = preset_values(cast("Preset", variant.preset), data, variant.model)
-    options = values.pop("model_options", {}) | variant.options
-    # patience that cannot run out: the weights of the epoch with the best validation accuracy are kept, for every model
-    shared = {"epochs": epochs, "lr": lr, "seed": seed, "patience": max(1, epochs)}
-    rest = {"preset": variant.preset, "device": "cpu", "threads": 1, "quiet": True}
-    values |= variant.training | rest | shared | training
-    return TrainConfig(data=data, model=variant.model, model_options=options, **values)
+        return self.config.epochs * FULL.data[self.data].epoch_seconds * (2.0 if slow else 1.0) + 4.0
 
 
 @dataclass(frozen=True)
@@ -161,61 +144,36 @@ class Planner:
     scale: Scale
     rates: LearningRates
 
-    def lr(self, variant: Variant, data: str) -> float | None:
-        """The learning rate of a variant, None while its search is not over."""
-        if variant.lr is not None:
-            return variant.lr
-        if self.scale.fixed_lr is not None:
-            return self.scale.fixed_lr
-        return self.rates.get(data, {}).get(variant.tuned_as or variant.label)
-
     def runs(
-        self,
-        group: Group,
-        variants: Iterable[Variant],
-        data_names: Iterable[str],
-        num_seeds: int,
-        epochs: int | None = None,
+        self, group: Group, variants: Iterable[Variant], names: Iterable[str], seeds: Iterable[int], epochs: int = 0
     ) -> list[Run]:
         """The runs of variants over data sets and seeds, or the searches that must come before them."""
         planned: list[Run] = []
-        variants = tuple(variants)
-        for data in data_names:
-            for variant in variants:
-                lr = self.lr(variant, data)
-                if lr is None:
-                    planned += self.search(source_of(variant, variants), data)
-                    continue
-                for seed in range(num_seeds):
-                    config = configure(variant, data, seed, epochs or self.scale.epochs[data], lr)
-                    planned.append(Run(group, variant.label, config))
+        for variant, data in product(variants, names):
+            source, family = variant.tuned_as or variant, variant.family or variant.label
+            lr = variant.lr or self.scale.fixed_lr or self.rates.get(data, {}).get(source.label)
+            if lr is None:
+                planned += self.search(source, data)
+                continue
+            for seed in seeds:
+                config = self.configure(variant, data, seed, epochs or self.scale.data[data].epochs, lr)
+                planned.append(Run(group, variant.label, config, family, variant.setting))
         return planned
 
     def search(self, variant: Variant, data: str) -> list[Run]:
         """One short run for each learning rate of the grid."""
-        epochs = self.scale.search_epochs[data]
-        return [
-            Run("search", f"{variant.label}-lr-{lr:g}", configure(variant, data, SEARCH_SEED, epochs, lr))
-            for lr in self.scale.grid_of(data)
+        plan = self.scale.data[data]
+        tried = [
+            replace(variant, label=f"{variant.label}-lr-{lr:g}", lr=lr, family=variant.label, setting=lr)
+            for lr in plan.grid
         ]
+        return self.runs("search", tried, [data], [SEARCH_SEED], plan.search_epochs)
 
-    def equal_lr(self, data_names: Iterable[str]) -> list[Run]:
-        """Everyone at the same, constant learning rate, as in the paper's figure 3."""
-        return [
-            Run(
-                "equal-lr",
-                variant.label,
-                configure(variant, data, seed, self.scale.epochs[data], EQUAL_LR, schedule="constant"),
-            )
-            for data in data_names
-            for variant in PAPER_VARIANTS
-            for seed in range(self.scale.num_equal_seeds)
-        ]
-
-
-def source_of(variant: Variant, variants: tuple[Variant, ...]) -> Variant:
-    """The variant whose search decides a variant's learning rate."""
-    wanted = variant.tuned_as or variant.label
-    known = (*variants, *PAPER_VARIANTS)
-    # first among those it is run with: the union's are wider than the paper's
-    return next(other for other in known if other.label == wanted)
+    def configure(self, variant: Variant, data: str, seed: int, epochs: int, lr: float) -> TrainConfig:
+        """The configuration of a run: the variant's preset, then its own options, then what all runs share."""
+        values = preset_values(variant.preset, data, variant.model) | variant.training
+        # patience that cannot run out: the weights of the epoch with the best validation accuracy are kept, for every model
+        values |= {"preset": variant.preset, "epochs": epochs, "lr": lr, "seed": seed, "patience": max(1, epochs)}
+        values |= {"device": "cpu", "threads": 1, "quiet": True}
+        values["model_options"] = self.scale.data[data].options | variant.options
+        return TrainConfig(data=data, model=variant.model, **values)

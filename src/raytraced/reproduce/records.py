@@ -1,50 +1,33 @@
-"""What came out of a run, as one small JSON file, and means over seeds. Needs no torch."""
+"""What came out of a run, as one line of JSON; means over seeds; which learning rates did best. Needs no torch."""
 
 import json
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raytraced.reproduce.plan import Run
-from raytraced.training.files import write_file
+from raytraced.files import write_file
+from raytraced.reproduce.plan import FULL, LearningRates, Run, Scale
+from raytraced.training.config import TrainConfig
+
+# Learning rates whose accuracies differ by no more are equal, and of equals the smaller wins: its long runs are steadier.
+TIE = 0.001 + 1e-9  # 6 of 6,000 images are exactly a tie
 
 
 @dataclass(frozen=True)
-class Record:
-    """The figures of one run; those of the test images were taken once, after training had ended."""
+class Record(Run):
+    """A run and its figures; those of the test images were taken once, after training had ended."""
 
-    key: str
-    digest: str
-    group: str
-    data: str
-    label: str
-    seed: int
-    epochs: int
-    lr: float
-    config: dict[str, Any] = field(default_factory=dict)
-    error: str | None = None
-    """why there are no figures: the run diverged"""
-    history: list[dict[str, float]] = field(default_factory=list)
-    """an epoch each: validation_accuracy, validation_experts, train_loss, seconds"""
+    error: str | None = None  # why there are no figures: the run diverged
     best_epoch: int = 0
-    validation: dict[str, Any] = field(default_factory=dict)
-    test: dict[str, Any] = field(default_factory=dict)
     parameters: int = 0
-    used_parameters: float = 0.0
-    macs: dict[str, float] = field(default_factory=dict)
-    """mean multiply-adds of a test image: total, input, routing, experts, head"""
-    budgets: list[dict[str, float]] = field(default_factory=list)
-    """of raytraced models, with at most 0, 1, … experts: accuracies, experts, multiply-adds"""
-    lengths: dict[str, Any] = field(default_factory=dict)
-    """of raytraced models, by sequence length: how many test images, and their accuracy after 0, 1, … experts"""
-    class_load: list[list[list[float]]] = field(default_factory=list)
-    """of raytraced models: share of each class's test images that activated each expert"""
-    gallery: dict[str, list[int]] = field(default_factory=dict)
-    """of raytraced models, by the number of experts used: some test images that are classified correctly"""
     seconds: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
+    history: dict[str, list[float]] = field(default_factory=dict)  # a value an epoch
+    validation: dict[str, Any] = field(default_factory=dict)
+    test: dict[str, Any] = field(default_factory=dict)  # with cost, load, and what sequences of each length did
+    budgets: list[dict[str, float]] = field(default_factory=list)  # with at most 0, 1, … experts: accuracy, cost
 
     @property
     def accuracy(self) -> float:
@@ -56,36 +39,28 @@ class Record:
         """Mean number that a test image used."""
         return float(self.test["mean_experts"])
 
+    @property
+    def costs(self) -> dict[str, float]:
+        """Accuracy and cost without a budget, as a row of `budgets`."""
+        macs = {"macs": self.macs["total"], "expert_macs": self.macs["experts"]}
+        return {"accuracy": self.accuracy, "experts": self.experts} | macs
 
-def new_record(run: Run, **figures: Any) -> Record:
-    """A record of a run with the figures it gave."""
-    return Record(
-        key=run.key,
-        digest=run.digest,
-        group=run.group,
-        data=run.data,
-        label=run.label,
-        seed=run.seed,
-        epochs=run.config.epochs,
-        lr=run.config.lr,
-        **figures,
-    )
+    @property
+    def macs(self) -> Mapping[str, float]:
+        """Mean multiply-adds of a test image: total, input, routing, experts, head."""
+        return self.test["macs"]
 
 
-def write_record(path: Path, record: Record) -> None:
-    """Write a record with numbers of a sensible length."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps(shorten(asdict(record)), separators=(",", ":")) + "\n")
+def write_line(record: Record) -> str:
+    """A record as a line: what is empty is left out, figures have a sensible length."""
+    values = {name: shorten(value) for name, value in asdict(record).items() if value not in (None, [], {})}
+    return json.dumps(values | {"config": record.public_config}, separators=(",", ":")) + "\n"
 
 
-def read_record(path: Path) -> Record | None:
-    """The record in a file; None if there is none, or none that this version can read."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
-    known = {one.name for one in fields(Record)}
-    return Record(**values) if isinstance(values, dict) and set(values) <= known and "digest" in values else None
+def read_line(line: str) -> Record:
+    """The record that a line tells."""
+    values = json.loads(line)
+    return Record(**values | {"config": TrainConfig(**values["config"])})
 
 
 def shorten(value: Any) -> Any:
@@ -97,6 +72,39 @@ def shorten(value: Any) -> Any:
     return [shorten(one) for one in value] if isinstance(value, list | tuple) else value
 
 
+class Store:
+    """The records in a folder: a file a data set, a line a record, sorted by key."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.records: dict[str, Record] = {}
+        for path in sorted(folder.glob("*.jsonl")):
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                try:
+                    record = read_line(line)
+                except (ValueError, TypeError, KeyError) as error:
+                    remedy = "remove the file to train its runs anew"
+                    message = f"{path}, line {number}: is no record of this version ({error}); {remedy}"
+                    raise ValueError(message) from error
+                self.records[record.key] = record
+
+    def put(self, record: Record) -> None:
+        """Keep a record in place of another of its name."""
+        self.records[record.key] = record
+        lines = [write_line(one) for _, one in sorted(self.records.items()) if one.data == record.data]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_file(self.folder / f"{record.data}.jsonl", "".join(lines))
+
+    def find(self, run: Run) -> Record | None:
+        """The record of a run, if it was made by this very configuration."""
+        record = self.records.get(run.key)
+        return record if record is not None and record.digest == run.digest else None
+
+    def results(self, runs: Iterable[Run]) -> "Results":
+        """The records of these runs, as far as there are any."""
+        return Results(record for run in runs if (record := self.find(run)) is not None)
+
+
 class Spread(NamedTuple):
     """Mean, standard deviation and number of some values."""
 
@@ -104,16 +112,11 @@ class Spread(NamedTuple):
     std: float
     num: int
 
-    @property
-    def error(self) -> float:
-        """The standard error of the mean."""
-        return self.std / math.sqrt(self.num)
-
 
 def spread(values: Iterable[float]) -> Spread:
-    """Mean and (sample) standard deviation; the deviation of a single value is 0."""
+    """Mean and (sample) standard deviation; the deviation of a single value is 0, the mean of none is not a number."""
     known = list(values)
-    mean = math.fsum(known) / len(known)
+    mean = math.fsum(known) / len(known) if known else math.nan
     variance = math.fsum((value - mean) ** 2 for value in known) / max(1, len(known) - 1)
     return Spread(mean, math.sqrt(variance), len(known))
 
@@ -133,19 +136,44 @@ class Results:
         """The models that were run on a data set."""
         return list(dict.fromkeys(one.label for one in self.whole if (one.data, one.group) == (data, group)))
 
-    def data(self, group: str = "main") -> list[str]:
-        """The data sets of a group, in the order of the paper."""
-        order = ("digits", "mnist", "fashion-mnist", "cifar10", "union")
+    def data(self, group: str = "main", wide: bool = True) -> list[str]:
+        """The data sets of a group, those with wide models too or not."""
         found = {one.data for one in self.whole if one.group == group}
-        return [name for name in order if name in found] + sorted(found - set(order))
+        return [name for name, plan in FULL.data.items() if name in found and (wide or not plan.wide)]
 
-    def spread(self, data: str, label: str, figure: Callable[[Record], float], group: str = "main") -> Spread | None:
-        """A figure's spread over the seeds; None if nothing was run."""
-        records = self.of(data, label, group)
-        return spread(figure(record) for record in records) if records else None
+    def accuracy(self, data: str, label: str, group: str = "main") -> Spread:
+        """On the test images, over the seeds."""
+        return spread(one.accuracy for one in self.of(data, label, group))
+
+    def experts(self, data: str, label: str, group: str = "main") -> Spread:
+        """That a test image used on average, over the seeds."""
+        return spread(one.experts for one in self.of(data, label, group))
+
+    def searches(self) -> dict[tuple[str, str], dict[float, float | None]]:
+        """(data set, label) → learning rate → validation accuracy, None where the run diverged."""
+        table: dict[tuple[str, str], dict[float, float | None]] = {}
+        for one in self.all:
+            if one.group == "search":
+                accuracy = None if one.error else one.validation["accuracy"]
+                table.setdefault((one.data, one.family), {})[one.config.lr] = accuracy
+        return table
 
 
-def collect(raw: Path, runs: Iterable[Run]) -> Results:
-    """The records of these runs, as far as they exist and were made by this very configuration."""
-    found = ((run, read_record(raw / f"{run.key}.json")) for run in runs)
-    return Results(record for run, record in found if record is not None and record.digest == run.digest)
+def best_rates(results: Results, scale: Scale) -> LearningRates:
+    """The best rate of every search that is complete."""
+    found: dict[str, dict[str, float]] = {}
+    for (data, label), accuracies in results.searches().items():
+        grid = scale.data[data].grid
+        if set(accuracies) == set(grid):
+            best = choose_rate(accuracies)
+            if best is None:
+                raise ValueError(f"{label} on {data}: diverged at every learning rate of the search ({grid})")
+            found.setdefault(data, {})[label] = best
+    return found
+
+
+def choose_rate(accuracies: Mapping[float, float | None]) -> float | None:
+    """The learning rate that did best; of equals, the smaller; a run that diverged has no accuracy, and loses."""
+    known = {lr: accuracy for lr, accuracy in accuracies.items() if accuracy is not None}
+    highest = max(known.values(), default=0.0)
+    return min((lr for lr, accuracy in known.items() if accuracy >= highest - TIE), default=None)

@@ -1,121 +1,91 @@
-"""results/: summary.json, tables.md, about.json and a report in one HTML file that needs no other."""
+"""results/: summary.json, tables.md, table.md, about.json and a report in one HTML file that needs no other."""
 
 import base64
 import json
-import os
-import platform
-import re
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from raytraced.reproduce.bars import judge_bars
+import jinja2
+
+from raytraced.files import write_file
+from raytraced.progress import clock
 from raytraced.reproduce.claims import judge_all
-from raytraced.reproduce.drawing import CAPTIONS, caption_of
+from raytraced.reproduce.figures import CAPTIONS
 from raytraced.reproduce.plan import Scale
-from raytraced.reproduce.records import Results
-from raytraced.reproduce.summary import summarise, write_summary
-from raytraced.reproduce.tables import Table, all_tables
-from raytraced.training.files import write_file
-from raytraced.training.progress import clock
+from raytraced.reproduce.records import Record, Results, shorten, spread
+from raytraced.reproduce.tables import all_tables, readme_table
 
 QUICK_NOTE = "Quick run: a small likeness of the evidence, made in minutes to show that all of it works. Not a result."
+RULE = (
+    "The weights of the epoch with the best validation accuracy are kept, for every model; the test images are "
+    "looked at once, when a run has ended. All models get the same epochs, batch size, optimizer, decay and "
+    "schedule, and a learning-rate search over the same grid; the recipe of the paper has its own rate, no decay and "
+    "no schedule."
+)
 
 
-def write_report(results: Results, scale: Scale, folder: Path) -> dict[str, Any]:
-    """Write everything but the figures, which lie in the folder already; returns the summary."""
-    quick = scale.name == "quick"
-    claims, bars = judge_all(results), judge_bars(results)
-    summary = summarise(results, claims, bars, quick)
-    tables = all_tables(results)
-    about = describe(results, scale)
-    write_summary(folder / "summary.json", summary)
-    write_file(folder / "about.json", json.dumps(about, indent=1) + "\n")
-    write_file(folder / "tables.md", tables_text(tables, about, quick))
-    page = render(
-        quick=QUICK_NOTE if quick else "",
-        about=about,
-        tables={name: html_table(table) for name, table in tables.items()},
-        claims=claims,
-        bars=bars,
-        figures=load_figures(folder / "figures"),
+def write_report(results: Results, scale: Scale, folder: Path) -> None:
+    """Write everything but the figures, which lie in the folder already."""
+    quick = QUICK_NOTE if scale.name == "quick" else ""
+    claims, tables, about = judge_all(results), all_tables(results), describe(results, scale)
+    summary: dict[str, Any] = {"quick": True} if quick else {}
+    for data in results.data():
+        summary[data] = {label: summarise(results.of(data, label)) for label in results.labels(data)}
+    summary["claims"] = {name: asdict(claim) for name, claim in claims.items()}
+    readme = readme_table(results)
+    text = ["# Results", "", *([f"**{quick}**", ""] if quick else []), RULE, "", *(one.markdown() for one in tables)]
+    template = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    ).from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
+    page = template.render(
+        quick=quick, rule=RULE, about=about, tables=tables, claims=claims, figures=read_figures(folder / "figures")
     )
+    write_file(folder / "summary.json", json.dumps(shorten(summary), indent=1, ensure_ascii=False) + "\n")
+    write_file(folder / "about.json", json.dumps(about, indent=1) + "\n")
+    write_file(folder / "tables.md", "\n".join(text))
+    write_file(folder / "table.md", "\n".join([*readme.lines(), "", quick or readme.note, ""]))
     write_file(folder / "report.html", page)
-    return summary
+
+
+def summarise(records: list[Record]) -> dict[str, Any]:
+    """The figures of one model on one data set, over its seeds."""
+    accuracy = spread(one.accuracy for one in records)
+    return {
+        "accuracy_mean": accuracy.mean,
+        "accuracy_std": accuracy.std,
+        "seeds": accuracy.num,
+        "experts_mean": spread(one.experts for one in records).mean,
+        "macs_mean": spread(one.macs["total"] for one in records).mean,
+        "parameters": records[0].parameters,
+        "epochs": records[0].config.epochs,
+        "seconds": spread(one.seconds for one in records).mean,
+    }
 
 
 def describe(results: Results, scale: Scale) -> dict[str, Any]:
-    """How long it took, on what, and by which rules."""
+    """How long it took, with what, and by which rules."""
     return {
         "scale": scale.name,
         "runs": len(results.all),
         "diverged": [record.key for record in results.all if record.error],
         "training": clock(sum(record.seconds for record in results.whole)) + " on one core",
-        "epochs": dict(scale.epochs),
-        "search": {
-            "learning rates": {"union": list(scale.union_grid), "others": list(scale.grid)},
-            "epochs": dict(scale.search_epochs),
+        "data": {
+            name: {"epochs": plan.epochs, "search_epochs": plan.search_epochs, "learning_rates": plan.grid}
+            for name, plan in scale.data.items()
         },
-        "rule": (
-            "The weights of the epoch with the best validation accuracy are kept, for every model; the test images are "
-            "looked at once, when a run has ended. All models get the same epochs, batch size, optimizer, decay and "
-            "schedule, and a learning-rate search over the same grid; the recipe of the paper has its own rate, no decay and "
-            "no schedule."
-        ),
-        "machine": {"processor": processor(), "cores": os.cpu_count(), "system": platform.system()},
-        "versions": results.whole[0].versions if results.whole else {},
+        "rule": RULE,
+        "versions": results.whole[0].versions,
         "written": time.strftime("%Y-%m-%d"),
     }
 
 
-def processor() -> str:
-    """The name of the CPU, as far as the system tells it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        found = re.search(r"model name\s*: (.+)", info.read_text(encoding="utf-8", errors="replace"))
-        if found:
-            return found[1]
-    return platform.processor() or platform.machine()
-
-
-def tables_text(tables: dict[str, Table], about: dict[str, Any], quick: bool) -> str:
-    """All tables as Markdown."""
-    head = ["# Results", ""]
-    if quick:
-        head += [f"**{QUICK_NOTE}**", ""]
-    head += [about["rule"], ""]
-    return "\n".join([*head, *(table.markdown() for table in tables.values())])
-
-
-def html_table(table: Table) -> dict[str, Any]:
-    """A table for the template; what Markdown sets in bold is marked."""
-    rows = [[{"text": cell.strip("*"), "bold": cell.startswith("**")} for cell in row] for row in table.rows]
-    return {"title": table.title, "header": table.header, "rows": rows, "note": table.note}
-
-
-def load_figures(folder: Path) -> list[dict[str, str]]:
+def read_figures(folder: Path) -> list[dict[str, str]]:
     """Every figure that was drawn so far, in the order of the captions, as data addresses."""
-    order = list(CAPTIONS)
-
-    def rank(path: Path) -> tuple[int, str]:
-        known = [number for number, key in enumerate(order) if path.stem == key or path.stem.startswith(f"{key}-")]
-        return max(known, default=len(order)), path.stem
-
     figures = []
-    for path in sorted(folder.glob("*.png"), key=rank):
-        content = base64.b64encode(path.read_bytes()).decode()
-        figures.append(
-            {"name": path.stem, "caption": caption_of(path.stem), "address": f"data:image/png;base64,{content}"}
-        )
-    return figures
-
-
-def render(**values: Any) -> str:
-    """The page."""
-    import jinja2
-
-    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    return environment.from_string(template).render(**values)
+    for path in folder.glob("*.png"):
+        key = max((key for key in CAPTIONS if path.stem.startswith(key)), key=len)  # fig2-paper is not fig2
+        address = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+        figures.append({"key": key, "name": path.stem, "caption": CAPTIONS[key], "address": address})
+    return sorted(figures, key=lambda one: (list(CAPTIONS).index(one["key"]), one["name"]))

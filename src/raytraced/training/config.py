@@ -7,6 +7,11 @@ from typing import Any, Literal
 
 Preset = Literal["best", "paper", "quick"]
 
+# What two runs may differ in without being different runs: where they were made, not what was made.
+PRIVATE_FIELDS = (
+    "data_root", "output", "name", "quiet", "device", "threads", "checkpoint_seconds", "checkpoint_steps",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -22,15 +27,13 @@ class TrainConfig:
     """options of the model, one by one: --model_options.train_select greedy"""
     data_root: str | None = None
     """where data sets are looked for and kept (default: RAYTRACED_HOME or the user's cache folder)"""
-    image_size: int = 32
-    """side, in pixels, that the images of a folder of one's own are brought to"""
-    augment: bool = False
-    """shift and mirror training images (colour images)"""
+    data_options: dict[str, Any] = field(default_factory=dict)
+    """options of the data, one by one: --data_options.augment true, --data_options.size 64"""
 
     epochs: int = 40
-    """passes over the training images"""
+    """passes over the training data"""
     batch_size: int = 256
-    """images a step, over all processes together"""
+    """samples a step, over all processes together"""
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
     """how gradients move the weights (sgd: momentum 0.9)"""
     lr: float = 5e-3
@@ -48,16 +51,16 @@ class TrainConfig:
     clip: float | None = None
     """largest norm of the gradient; a larger one is scaled down"""
     label_smoothing: float = 0.0
-    """share of the target that is spread over all classes"""
+    """share of the target that is spread over all answers"""
     patience: int | None = None
-    """stop after this many epochs without a better validation accuracy, and keep the best weights"""
+    """stop after this many epochs without a better figure on validation data, and keep the best weights"""
     expert_cost: float = 0.0
-    """the cost dial: adds this times the expected number of experts to the loss"""
+    """the price of an expert: this times the number of experts run is added to the loss"""
     anytime_loss: float = 0.0
     """share (0 to 1) of the loss that is asked of the answers along the sequence, not only of the last one"""
 
     seed: int = 0
-    """of the weights, the order of images and all draws"""
+    """of the weights, the order of the data and all draws"""
     device: str = "auto"
     """cpu, cuda, cuda:1, …; auto takes a GPU if there is one"""
     threads: int | None = None
@@ -83,7 +86,6 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
         at_least = {
-            "image_size": 1,
             "epochs": 0,
             "batch_size": 1,
             "seed": 0,

@@ -1,6 +1,6 @@
 """How good a model is, and what it used: deterministic, and the same whatever the batch size or the number of processes.
 
-n samples of the split, B samples of a batch, L layers, N experts a layer.
+n samples of the split, B samples of a batch, T targets of a sample, L layers, N experts a layer.
 """
 
 from collections.abc import Callable
@@ -9,102 +9,139 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from raytraced.data import Loader
+from raytraced.cost import SampleCost
+from raytraced.models.output import Output
+from raytraced.tasks.task import Batch, Data, Table, Task
 from raytraced.training.world import World
 
-NUM_BINS = 15
+MACS = ("total", "input", "routing", "experts", "head")
 
-Predict = Callable[..., Any]
-"""predict(images, rows, seed, **options) -> Output, as Objective.predict"""
+Answered = list[tuple[Output, SampleCost | None]]
+Predict = Callable[..., Answered]
+"""predict(batch, seed, full, **options): the answer to a batch; `full`: also its cost, and the answers with 0, 1, … experts"""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures over a whole split; those of a class without samples are None."""
+    """Figures over a whole split."""
 
     num_samples: int
-    accuracy: float
     loss: float
-    calibration_error: float
     mean_experts: float
-    accuracy_per_class: list[float | None]
-    experts_per_class: list[float | None]
-    expert_load: list[list[float]]  # (L, N): share of the samples that activated each node
-    accuracy_by_prefix: list[float] | None  # with at most 0, 1, 2, … experts; None where a model has one answer only
+    expert_load: list[list[float]]
+    """(L, N): share of the targets that activated each expert, the layers of all routed layers one below the other"""
+    used_parameters: float | None
+    macs: dict[str, float]
+    """mean multiply-adds of a target; of a full evaluation, as the two below"""
+    figures: dict[str, Any]
+    """the task's own"""
+    budgets: list[dict[str, float]]
+    """of models that answer along the way, with at most 0, 1, … experts"""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.figures[name]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures side by side, as a run's summary holds them."""
+        own = {name: value for name, value in vars(self).items() if name not in ("figures", "budgets")}
+        return own | self.figures | ({"budgets": self.budgets} if self.budgets else {})
 
 
 @torch.no_grad()
 def evaluate(
+    task: Task,
+    data: Data,
+    split: str,
     predict: Predict,
-    loader: Loader,
     world: World,
-    num_classes: int,
     *,
+    batch_size: int,
     seed: int = 0,
-    by_prefix: bool = False,
+    full: bool = False,
     **options: Any,
 ) -> Evaluation:
-    """Evaluate on every sample of an unshuffled loader; options (select, max_experts) go to the model.
+    """Evaluate on every sample of a split; options (select, max_experts) go to the model; `full`: with costs and prefixes.
 
     Each sample's figures land in its own row of a table, which is summed in one order at the end: neither the batch
     size nor the number of processes has a say.
     """
-    num = len(loader.labels)
-    columns = torch.zeros(4, num, dtype=torch.float64, device=world.device)
-    load_LN: Tensor | None = None
-    for number, batch in enumerate(loader.epoch(0)):
-        rows_B = batch.rows + number * loader.batch_size
-        out = predict(batch.images, rows_B, seed, **options)
-        logits = out.logits.float()
-        confidence_B, answer_B = logits.softmax(-1).max(-1)
-        loss_B = cross_entropy(logits, batch.labels, reduction="none")
-        experts_B = out.active.sum((-1, -2))
-        correct_B = answer_B == batch.labels
-        columns[:, rows_B] = torch.stack([value.double() for value in (correct_B, loss_B, confidence_B, experts_B)])
-        load = out.active.sum(0).double()
-        load_LN = load if load_LN is None else load_LN + load
-    assert load_LN is not None  # a loader has at least one sample
-    correct_n, loss_n, confidence_n, experts_n = world.sum(columns)
-    labels_n = loader.labels
-    prefixes = accuracy_by_prefix(predict, loader, world, int(experts_n.max()), seed, options) if by_prefix else None
-    return Evaluation(
-        num_samples=num,
-        accuracy=float(correct_n.mean()),
-        loss=float(loss_n.mean()),
-        calibration_error=calibration_error(confidence_n, correct_n),
-        mean_experts=float(experts_n.mean()),
-        accuracy_per_class=mean_per_class(correct_n, labels_n, num_classes),
-        experts_per_class=mean_per_class(experts_n, labels_n, num_classes),
-        expert_load=(world.sum(load_LN) / num).tolist(),
-        accuracy_by_prefix=prefixes,
+    loader = task.loader(
+        data, split, batch_size, {}, shuffle=False, rank=world.rank, world_size=world.size, device=world.device
     )
-
-
-def accuracy_by_prefix(
-    predict: Predict, loader: Loader, world: World, longest: int, seed: int, options: dict[str, Any]
-) -> list[float]:
-    """The accuracy of the answers with at most 0, 1, …, longest experts."""
-    num_correct = torch.zeros(longest + 1, dtype=torch.float64, device=world.device)
+    rows: list[Tensor] = []
+    noted: list[list[dict[str, Tensor]]] = []  # by batch, by number of experts
+    load: Tensor | None = None
     for number, batch in enumerate(loader.epoch(0)):
-        rows_B = batch.rows + number * loader.batch_size
-        for budget in range(longest + 1):
-            out = predict(batch.images, rows_B, seed, **options | {"max_experts": budget})
-            num_correct[budget] += (out.logits.argmax(-1) == batch.labels).sum()
-    return [float(value) for value in world.sum(num_correct) / len(loader.labels)]
+        batch = batch._replace(rows=batch.rows + number * batch_size)
+        answers = predict(batch, seed, full, **options)
+        rows.append(batch.rows)
+        noted.append([note(task, batch, out, cost) for out, cost in answers])
+        load = add_load(task, data, batch, answers[-1][0], load)
+    assert load is not None  # a split has at least one sample
+
+    def column(number: int, name: str) -> Tensor:
+        whole = torch.zeros(len(getattr(data, split)), dtype=torch.float64, device=world.device)
+        # batches whose sequences had all ended keep their last answers
+        whole[torch.cat(rows)] = torch.cat([tables[min(number, len(tables) - 1)][name] for tables in noted])
+        return whole
+
+    (longest,) = world.largest([max(map(len, noted))])
+    names = list(noted[0][0])
+    sums = world.sum(torch.stack([torch.stack([column(k, name) for name in names]) for k in range(longest)]))
+    tables = [Table(dict(zip(names, each, strict=True))) for each in sums]
+    if len(tables) > 2 and torch.equal(tables[-1].columns["experts"], tables[-2].columns["experts"]):
+        tables.pop()  # the one by which it was seen that every sequence had ended
+    tables[-1] = tables[-1]._replace(load=world.sum(load))
+    return summarise(task, data, split, tables)
 
 
-def mean_per_class(values_n: Tensor, labels_n: Tensor, num_classes: int) -> list[float | None]:
-    """The mean value of each class's samples."""
-    counts = torch.bincount(labels_n, minlength=num_classes)
-    sums = torch.zeros(num_classes, dtype=torch.float64, device=values_n.device).index_add_(0, labels_n, values_n)
-    return [float(total / count) if count else None for total, count in zip(sums, counts, strict=True)]
+def note(task: Task, batch: Batch, out: Output, cost: SampleCost | None) -> dict[str, Tensor]:
+    """The columns of a batch: sums over each sample's targets."""
+    logits = out.logits.float()
+    noted = {"experts": out.num_experts}
+    noted["targets"] = torch.ones_like(batch.targets) if batch.mask is None else batch.mask
+    if cost is not None:
+        parts = (cost.multiply_adds, *cost[2:])
+        noted |= {"parameters": cost.parameters} | {
+            f"macs_{name}": part for name, part in zip(MACS, parts, strict=True)
+        }
+    columns = {
+        name: value.double().flatten(1).sum(1) if value.ndim > 1 else value.double() for name, value in noted.items()
+    }
+    own = {"loss": task.losses(logits, batch).double() * columns["targets"], **task.columns(logits, batch)}
+    return columns | {name: value.double() for name, value in own.items()}
 
 
-def calibration_error(confidence_n: Tensor, correct_n: Tensor) -> float:
-    """The expected calibration error: |accuracy − confidence|, averaged over samples in 15 equal bins of confidence."""
-    bin_n = (confidence_n * NUM_BINS).long().clamp(max=NUM_BINS - 1)
-    gaps = torch.zeros(NUM_BINS, dtype=torch.float64, device=confidence_n.device)
-    gaps.index_add_(0, bin_n, correct_n - confidence_n)
-    return float(gaps.abs().sum() / len(confidence_n))
+def add_load(task: Task, data: Data, batch: Batch, out: Output, load: Tensor | None) -> Tensor:
+    """Count who activated which expert, by the task's groups (groups, L, N)."""
+    active = torch.cat([route.active for route in out.routes], -2).double()
+    if load is None:
+        load = active.new_zeros(task.num_groups(data), *active.shape[-2:])
+    return load.index_add(0, task.groups(batch).flatten(), active.flatten(0, -3))
+
+
+def summarise(task: Task, data: Data, split: str, tables: list[Table]) -> Evaluation:
+    """Means over the targets of a split."""
+    last = tables[-1]
+    assert last.load is not None
+    num = float(last.columns["targets"].sum())
+
+    def mean(name: str, table: Table = last) -> float:
+        return float(table.columns[name].sum() / num)
+
+    def at_budget(table: Table) -> dict[str, float]:
+        figures = task.figures(data, split, [table])
+        rest = {"experts": mean("experts", table), "macs": mean("macs_total", table)}
+        return {task.better: figures[task.better]} | rest | {"expert_macs": mean("macs_experts", table)}
+
+    return Evaluation(
+        num_samples=len(last.columns["targets"]),
+        loss=mean("loss"),
+        mean_experts=mean("experts"),
+        expert_load=(last.load.sum(0) / num).tolist(),
+        used_parameters=mean("parameters") if "parameters" in last.columns else None,
+        macs={name: mean(f"macs_{name}") for name in MACS if f"macs_{name}" in last.columns},
+        figures=task.figures(data, split, tables),
+        budgets=[at_budget(table) for table in tables] if len(tables) > 1 else [],
+    )

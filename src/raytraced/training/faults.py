@@ -1,28 +1,38 @@
-"""What can be wrong with data or with numbers, said in one line."""
+"""What can go wrong with a model, said in one line."""
 
 import torch
 from torch import Tensor, nn
 
-from raytraced.data import Dataset
+from raytraced.tasks.task import Batch
 from raytraced.training.checkpoint import list_checkpoints
-from raytraced.training.objective import StepResult
+from raytraced.training.objective import Objective, StepResult
 from raytraced.training.optim import whole
 from raytraced.training.run_folder import RunFolder
 from raytraced.training.state import State
 
 
-def check_classes(dataset: Dataset) -> None:
-    """Refuse a data set in which a class has no training image: its accuracy would be a riddle."""
-    counts = torch.bincount(dataset.train.labels, minlength=dataset.num_classes)
-    for name, count in zip(dataset.class_names, counts.tolist(), strict=True):
-        if count == 0:
-            raise ValueError(f"{dataset.name}: class {name!r} has no training image; add some or leave the class out")
+def rehearse(objective: Objective, batch: Batch) -> None:
+    """Run a batch and forget it: what a model, or its compiler, refuses is refused before there is a run folder."""
+    buffers = {name: buffer.clone() for name, buffer in objective.named_buffers()}
+    try:
+        objective(batch, 0, batch.num_targets)
+    except RuntimeError as error:
+        if not objective.config.compile:
+            raise
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"compile=True: the model cannot be compiled here ({reason}); leave it out") from error
+    for name, buffer in objective.named_buffers():
+        buffer.copy_(buffers[name])
 
 
-def describe_divergence(run: RunFolder, state: State, images: Tensor, model: nn.Module, result: StepResult) -> str:
+class Diverged(ValueError):  # noqa: N818 (a finding, not a mistake)
+    """The loss or a gradient is no longer finite."""
+
+
+def diverged(run: RunFolder, state: State, inputs: Tensor, model: nn.Module, result: StepResult) -> Diverged:
     """Which step, which tensor first, and what is still whole."""
     parameters = dict(model.named_parameters())
-    suspects: dict[str, Tensor | None] = {"the images": images, **parameters}
+    suspects: dict[str, Tensor | None] = {"the inputs": inputs, **parameters}
     suspects |= {"the logits": result.logits, "the loss": result.loss}
     suspects |= {f"the gradient of {name}": parameter.grad for name, parameter in parameters.items()}
     culprit = "the norm of the gradient"
@@ -32,7 +42,7 @@ def describe_divergence(run: RunFolder, state: State, images: Tensor, model: nn.
             break
     kept = list_checkpoints(run.last)
     last = f"the last good checkpoint is {kept[0]}" if kept else "there is no checkpoint yet"
-    return (
+    return Diverged(
         f"step {state.step + 1} (epoch {state.epoch + 1}): loss {float(result.loss.detach()):.4g}, "
         f"first not finite: {culprit}; {last}; a smaller --lr or --clip 1 usually helps"
     )

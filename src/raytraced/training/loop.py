@@ -6,30 +6,31 @@ rates are pure functions of the seed and the step. So a run that was stopped any
 
 import time
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
 
-from raytraced import data
-from raytraced.models import MODELS, build_model, complete_options
-from raytraced.saving import ModelCard, load_with_card, save_model
+from raytraced.cost import num_parameters
+from raytraced.models.card import ModelCard
+from raytraced.saving import load, rebuild, save_tensors
+from raytraced.tasks.table import find_task
+from raytraced.tasks.task import Data, Task
 from raytraced.training import optim
 from raytraced.training.checkpoint import newest_checkpoint
-from raytraced.training.config import TrainConfig
+from raytraced.training.config import PRIVATE_FIELDS, TrainConfig
 from raytraced.training.distribute import distribute
 from raytraced.training.evaluation import Evaluation, evaluate
-from raytraced.training.faults import check_classes, describe_divergence
+from raytraced.training.faults import diverged, rehearse
 from raytraced.training.interrupt import Interrupted, StopRequest, listen
 from raytraced.training.objective import Objective, step_seed
-from raytraced.training.outcome import count_parameters, draw_pictures, write_event, write_outcome
-from raytraced.training.progress import Mute, Reporter, Silent
+from raytraced.training.outcome import summarise, write_event
+from raytraced.training.reporter import Reporter, Silent
 from raytraced.training.run_folder import RunFolder, create_run_folder
 from raytraced.training.state import State, Totals, epoch_metrics, restore_state, save_state
 from raytraced.training.world import World, join_world
 
 EVALUATION_BATCH = 1000
-PRIVATE = ("data", "data_root", "output", "name", "quiet")  # paths of one machine: no business of who gets the model
 
 
 def train(
@@ -37,7 +38,7 @@ def train(
 ) -> RunFolder:
     """Train as configured and return the run folder; with `run`, go on with that one."""
     with join_world(config.device) as world, listen() as request:
-        reporter = (reporter or Silent()) if world.leads else Mute()
+        reporter = (reporter or Silent()) if world.leads else Reporter()
         try:
             return _train(config, run, world, request, reporter, pictures)
         except Interrupted as stop:
@@ -55,30 +56,33 @@ def _train(
         torch.set_num_threads(config.threads)
 
     # Data, model, loss and optimizer.
-    dataset = data.load(config.data, config.data_root, size=config.image_size)
-    check_classes(dataset)
-    normalised = partial(data.Loader, mean=dataset.mean, std=dataset.std)
-    make_loader = partial(normalised, device=world.device, rank=world.rank, world_size=world.size)
-    loader = make_loader(dataset.train, config.batch_size, seed=config.seed, augment=config.augment)
-    validation = make_loader(dataset.validation, EVALUATION_BATCH, shuffle=False)
+    task = find_task(config.data)
+    data = task.load(config.data, config.data_root, **config.data_options)
+    task.check(data)
+    place = {"device": world.device, "rank": world.rank, "world_size": world.size}
+    loader = task.loader(data, "train", config.batch_size, config.data_options, seed=config.seed, **place)
     torch.manual_seed(config.seed)
-    model = build_model(config.model, dataset.image_shape, dataset.num_classes, **config.model_options)
+    model = task.build(config.model, data, config.model_options)
+    card = make_card(config, task, data, model.card)
     model.to(world.device)
     if config.compile:
-        for part in model.children():  # not the whole: the loss on prefixes starts after the input block
+        for part in model.children():
             part.compile()
-    objective = Objective(model, config, world.size)
+    objective = Objective(model, config, task, world.size)
+    amp = torch.autocast(world.device.type, torch.bfloat16) if config.precision == "bfloat16" else nullcontext()
+    with amp:
+        rehearse(objective, next(loader.epoch(0)))
     compute_loss = distribute(objective, world, config.strategy)
     optimizer = optim.build_optimizer(model, config)
     parameters = list(model.parameters())
-    card = make_card(config, dataset)
+    judge = partial(evaluate_on, task, data, objective, world)
 
     # A new run folder, or the state that an old one was left in.
-    state, totals = State(), Totals(world)
+    state, totals = State(), Totals(task, world)
     if run is None:
         started = time.strftime("%Y-%m-%d-%H%M%S")
         run = world.from_leader(partial(create_run_folder, config, started))
-        reporter.note(f"{config.model} on {config.data}, {count_parameters(model):,} parameters, into {run.path}")
+        reporter.note(f"{config.model} on {config.data}, {num_parameters(model):,} parameters, into {run.path}")
     else:
         checkpoint, problems = world.from_leader(partial(newest_checkpoint, run.last))
         for problem in problems:
@@ -89,24 +93,22 @@ def _train(
             run.write_metrics(state.history)
         reporter.note(f"going on after step {state.step} (epoch {state.epoch + 1})")
     save = partial(save_state, run, model, optimizer, totals, world)
-    reporter.start(config.epochs, len(loader), state.epoch, state.batch)
-    amp = torch.autocast(world.device.type, torch.bfloat16) if config.precision == "bfloat16" else nullcontext()
+    reporter.start(task.formats, config.epochs, len(loader), state.epoch, state.batch)
     saved_at = time.monotonic()
 
     while state.epoch < config.epochs and not out_of_patience(config, state):
         # One epoch of steps.
         model.train()
         before, since = state.seconds, time.monotonic()
-        for images, labels, rows in loader.epoch(state.epoch, start_batch=state.batch):
-            num_global = min(config.batch_size, len(dataset.train) - state.batch * config.batch_size)
+        for batch in loader.epoch(state.epoch, start_batch=state.batch):
             optim.set_learning_rate(optimizer, optim.learning_rate_factor(config, state.step, len(loader)))
             with amp:
-                result = compute_loss(images, labels, rows, step_seed(config.seed, state.step), num_global)
+                result = compute_loss(batch, step_seed(config.seed, state.step), world.total(batch.num_targets))
             optimizer.zero_grad()
             result.loss.backward()
             norm = optim.gradient_norm(parameters, config.clip)
             if not bool(torch.isfinite(norm)):  # before the weights move: the last checkpoint stays a good one
-                raise ValueError(describe_divergence(run, state, images, model, result))
+                raise diverged(run, state, batch.inputs, model, result)
             optimizer.step()
             totals.add(result, norm)
             state.step, state.batch = state.step + 1, state.batch + 1
@@ -124,14 +126,14 @@ def _train(
                 raise Interrupted(signal_number, state.step, run.path)
 
         # The epoch's figures; the best model is written before the checkpoint that says so.
-        result_v = evaluate_on(objective, validation, world, dataset.num_classes)
+        result_v = judge("validation")
         last_rate = config.lr * optim.learning_rate_factor(config, state.step - 1, len(loader))
-        state.history.append(epoch_metrics(state, totals.reduced(), last_rate, result_v))
-        if result_v.accuracy > state.best_accuracy:
-            state.best_accuracy, state.best_epoch = result_v.accuracy, state.epoch + 1
+        state.history.append(epoch_metrics(task, state, totals.reduced(), last_rate, result_v))
+        if is_better(task, result_v[task.better], state.best):
+            state.best, state.best_epoch = result_v[task.better], state.epoch + 1
             tensors = optim.model_tensors(model)
             if world.leads:
-                save_model(run.best, tensors, card)
+                save_tensors(run.best, tensors, card)
         state.epoch, state.batch, state.seconds = state.epoch + 1, 0, 0.0
         totals.clear()
         save(state)
@@ -146,44 +148,49 @@ def _train(
 
     # The outcome: the last weights, or with early stopping the best, judged on the test images.
     if config.patience is not None and state.best_epoch:
-        best = world.from_leader(partial(load_with_card, run.best))[0]
-        optim.load_model_tensors(model, best.state_dict())
-    test = make_loader(dataset.test, EVALUATION_BATCH, shuffle=False)
-    has_prefixes = MODELS[config.model].anytime
-    result_t = evaluate_on(objective, test, world, dataset.num_classes, by_prefix=has_prefixes)
-    result_v = evaluate_on(objective, validation, world, dataset.num_classes)
+        best = world.from_leader(lambda: load(run.best).state_dict())
+        optim.load_model_tensors(model, best)
+    result_t, result_v = judge("test", full=True), judge("validation", full=True)
     tensors = optim.model_tensors(model)
     if world.leads:
-        save_model(run.model, tensors, card)
+        save_tensors(run.model, tensors, card)
         if pictures:
-            draw_pictures(run, state, dataset.test)
-        write_outcome(run, config, state, result_v, result_t, world.size)
+            draw_pictures(run, state, task, data, card, tensors)
+        run.write_summary(summarise(config, state, model, result_v, result_t, world.size))
     return run
 
 
 def evaluate_on(
-    objective: Objective, loader: data.Loader, world: World, num_classes: int, by_prefix: bool = False
+    task: Task, data: Data, objective: Objective, world: World, split: str, full: bool = False
 ) -> Evaluation:
     """Evaluate as a user of the model would: in evaluation mode, greedy."""
     objective.eval()
-    return evaluate(objective.predict, loader, world, num_classes, by_prefix=by_prefix)
+    return evaluate(task, data, split, objective.predict, world, batch_size=EVALUATION_BATCH, full=full)
+
+
+def is_better(task: Task, value: float, best: float | None) -> bool:
+    """Whether a figure is better than the best so far."""
+    return best is None or (value > best if task.higher else value < best)
 
 
 def out_of_patience(config: TrainConfig, state: State) -> bool:
-    """Whether validation accuracy has not risen for `patience` epochs."""
+    """Whether nothing has got better for `patience` epochs."""
     return config.patience is not None and state.epoch - state.best_epoch >= config.patience
 
 
-def make_card(config: TrainConfig, dataset: data.Dataset) -> ModelCard:
-    """What a saved model must know about itself."""
-    return ModelCard(
-        model=config.model,
-        image_shape=dataset.image_shape,
-        num_classes=dataset.num_classes,
-        options=complete_options(config.model, config.model_options),
-        data=dataset.name,
-        class_names=dataset.class_names,
-        mean=dataset.mean,
-        std=dataset.std,
-        training={name: value for name, value in asdict(config).items() if name not in PRIVATE},
-    )
+def make_card(config: TrainConfig, task: Task, data: Data, built: ModelCard | None) -> ModelCard:
+    """What a saved model must know about itself; a path of one machine is no business of who gets the model."""
+    assert built is not None
+    training = {key: value for key, value in asdict(config).items() if key not in (*PRIVATE_FIELDS, "data")}
+    return replace(built, task=task.name, data=data.name, training=training)
+
+
+def draw_pictures(
+    run: RunFolder, state: State, task: Task, data: Data, card: ModelCard, tensors: dict[str, torch.Tensor]
+) -> None:
+    """The curves of training, and how the model goes through some of the data."""
+    from raytraced.pictures.curves import draw_curves
+
+    if state.history:
+        draw_curves({run.path.name: state.history}, run.path / "curves.png")
+    task.draw(rebuild(card, tensors), data, run.path)

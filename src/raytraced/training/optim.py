@@ -7,16 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raytraced.models import parameter_group
+from raytraced.models.output import Model
 from raytraced.training.config import TrainConfig
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: Model, config: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer over the groups routing, experts and rest, each with its own learning rate."""
     rates = {"rest": config.lr, "routing": config.lr_routing or config.lr, "experts": config.lr_experts or config.lr}
+    home = parameter_groups(model)
     groups = []
     for group, rate in rates.items():
-        params = [parameter for name, parameter in model.named_parameters() if parameter_group(name) == group]
+        params = [parameter for parameter in model.parameters() if home.get(parameter, "rest") == group]
         if params:
             groups.append({"params": params, "name": group, "full_lr": rate, "lr": rate})
     # fused: 5 times as fast as the default for many small tensors; not for the shards of FSDP
@@ -25,6 +26,16 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
         return torch.optim.SGD(groups, momentum=0.9, weight_decay=config.weight_decay, fused=fused)
     kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
     return kind(groups, weight_decay=config.weight_decay, fused=fused)
+
+
+def parameter_groups(model: Model) -> dict[Tensor, str]:
+    """What the parameters of routed layers are for: "routing" or "experts"."""
+    return {
+        parameter: group
+        for layer in model.routed_layers()
+        for part, group in (("router", "routing"), ("experts", "experts"))
+        for parameter in layer.get_submodule(part).parameters()
+    }
 
 
 def learning_rate_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:

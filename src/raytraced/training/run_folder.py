@@ -3,11 +3,11 @@
 config.yaml          what was asked for
 metrics.jsonl        a line an epoch
 last/                the two newest checkpoints
-best/                model.safetensors of the epoch with the best validation accuracy
+best/                model.safetensors of the epoch that did best on validation data
 model.safetensors    the trained model, with its configuration inside
 summary.json         what came out
-curves.png           loss, accuracy and experts over the epochs
-sequences.png        activation sequences of some test images (raytraced models)
+curves.png           loss, experts and the task's figures over the epochs
+sequences.png        activation sequences of some test data (raytraced models)
 events/              for TensorBoard, if it is installed
 """
 
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raytraced.files import flush_folder, remove_leftovers, write_file
 from raytraced.training.config import TrainConfig, read_config, write_config
-from raytraced.training.files import flush_folder, remove_leftovers, write_file
 
 
 @dataclass(frozen=True)

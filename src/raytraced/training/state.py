@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raytraced.tasks.task import Task
 from raytraced.training import optim
 from raytraced.training.checkpoint import Checkpoint, list_checkpoints, save_checkpoint
 from raytraced.training.evaluation import Evaluation
@@ -25,7 +26,7 @@ class State:
     epoch: int = 0
     batch: int = 0  # done in this epoch
     seconds: float = 0.0  # spent in this epoch
-    best_accuracy: float = -1.0
+    best: float | None = None  # of the task's figure on validation data
     best_epoch: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)
 
@@ -33,22 +34,20 @@ class State:
 class Totals:
     """Sums over the steps of an epoch, kept on the device: reading them at every step would make it wait."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, task: Task, world: World) -> None:
+        self.task, self.world = task, world
         self.sums: dict[str, Tensor] = {}
 
     def add(self, result: StepResult, norm: Tensor) -> None:
         """Count one step of this process; what all know alike, the leader counts."""
         once = 1 if self.world.leads else 0
-        step = {"loss": result.loss_sum, "correct": result.num_correct, "load": result.load}
-        numbers = {"samples": len(result.logits), "steps": once, "norm": norm * once}
-        for name, value in (step | numbers).items():
+        for name, value in (result.sums | {"steps": once, "norm": norm * once}).items():
             value = torch.as_tensor(value, dtype=torch.float64, device=self.world.device)
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def means(self, seconds: float) -> dict[str, float]:
         """The figures of a live display, from this process's own samples."""
-        return mean_figures(self.sums, seconds / self.world.size)
+        return mean_figures(self.task, self.sums, seconds / self.world.size)
 
     def reduced(self) -> dict[str, Tensor]:
         """The sums over all processes."""
@@ -59,34 +58,33 @@ class Totals:
         self.sums = {}
 
 
-def mean_figures(sums: dict[str, Tensor], seconds: float) -> dict[str, float]:
-    """Means over the samples (the norm's over the steps) counted so far."""
-    num = max(1.0, float(sums["samples"]))
+def mean_figures(task: Task, sums: dict[str, Tensor], seconds: float) -> dict[str, float]:
+    """Means over the targets (the norm's over the steps) counted so far."""
+    known = {name: float(value) for name, value in sums.items()}
+    num = max(1.0, known["targets"])
     return {
-        "loss": float(sums["loss"]) / num,
-        "accuracy": float(sums["correct"]) / num,
-        "experts": float(sums["load"].sum()) / num,
-        "gradient_norm": float(sums["norm"]) / float(sums["steps"]),
+        "loss": known["loss"] / num,
+        **task.means(known, num),
+        "experts": known["experts"] / num,
+        "gradient_norm": known["norm"] / known["steps"],
         "samples_per_second": num / max(seconds, 1e-9),
     }
 
 
 def epoch_metrics(
-    state: State, sums: dict[str, Tensor], learning_rate: float, validation: Evaluation
+    task: Task, state: State, sums: dict[str, Tensor], learning_rate: float, validation: Evaluation
 ) -> dict[str, Any]:
     """One line of metrics.jsonl."""
-    means = mean_figures(sums, state.seconds)
+    means = mean_figures(task, sums, state.seconds)
+    judged = {name: validation[name] for name in task.formats}
+    judged = {"loss": validation.loss, **judged, "experts": validation.mean_experts}
     return {
         "epoch": state.epoch + 1,
         "step": state.step,
         "learning_rate": learning_rate,
-        "train_loss": means["loss"],
-        "train_accuracy": means["accuracy"],
-        "train_experts": means["experts"],
+        **{f"train_{name}": means[name] for name in judged},
         "gradient_norm": means["gradient_norm"],
-        "validation_loss": validation.loss,
-        "validation_accuracy": validation.accuracy,
-        "validation_experts": validation.mean_experts,
+        **{f"validation_{name}": value for name, value in judged.items()},
         "expert_load": validation.expert_load,
         "seconds": state.seconds,
         "samples_per_second": means["samples_per_second"],

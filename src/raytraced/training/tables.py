@@ -1,20 +1,49 @@
-"""Runs as tables; needs no torch."""
+"""Runs and figures as tables; needs no torch."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from raytraced.training.progress import clock
+from raytraced.progress import clock
 from raytraced.training.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from raytraced.tasks.task import Data, Task
+    from raytraced.training.evaluation import Evaluation
+
+FORMATS = {"experts": ".2f", "probability": ".1%"}
+"""how fractions are written that every task has"""
+DISPENSABLE = ("parameters", "seed", "time", "validation", "data", "model", "experts")
+"""columns that a narrow terminal's table of runs does without, the first of them first"""
+
+
+def make_table(rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str] = FORMATS) -> Table:
+    """A row for each of some dicts of the same names; words stand to the left, numbers and what has a format to the right."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name, first in rows[0].items():
+        table.add_column(name, justify="left" if isinstance(first, str) and name not in formats else "right")
+    for row in rows:
+        table.add_row(*(_cell(value, formats.get(name, "")) for name, value in row.items()))
+    return table
+
+
+def _cell(value: Any, form: str) -> str:
+    if value is None or isinstance(value, str):
+        return escape(value or "")
+    return f"{value:{form}}" if isinstance(value, float) else f"{value:,}"
 
 
 def run_row(run: RunFolder) -> dict[str, Any]:
-    """What the table of runs tells about one."""
+    """All there is to tell about a run in a line."""
     config, history, summary = run.config, run.read_metrics(), run.read_summary()
+    last, test = history[-1] if history else {}, summary["test"] if summary else {}
+    judged = [key.removeprefix("validation_") for key in last if key.startswith("validation_")]
+    figures = [name for name in judged if name not in ("loss", "experts")]
     return {
         "run": str(run.path),
         "data": config.data,
@@ -23,37 +52,53 @@ def run_row(run: RunFolder) -> dict[str, Any]:
         "epochs": len(history),
         "of": config.epochs,
         "complete": summary is not None,
-        "validation_accuracy": history[-1]["validation_accuracy"] if history else None,
-        "test_accuracy": summary["test"]["accuracy"] if summary else None,
-        "experts": summary["test"]["mean_experts"] if summary else None,
+        **{f"validation_{name}": last[f"validation_{name}"] for name in figures},
+        **{f"test_{name}": test.get(name) for name in figures},
+        "experts": test.get("mean_experts"),
         "parameters": summary["parameters"] if summary else None,
         "seconds": sum(epoch["seconds"] for epoch in history),
     }
 
 
-def print_runs(runs: Sequence[RunFolder]) -> None:
-    """A table with a row a run."""
-    table = Table("run", "data", "model", box=SIMPLE_HEAD)
-    for title in ("seed", "epochs", "validation", "test", "experts", "parameters", "time"):
-        table.add_column(title, justify="right")
-    table.add_column("state")
-    for run in runs:
-        row = run_row(run)
-        table.add_row(
-            escape(run.path.name),
-            escape(row["data"]),
-            row["model"],
-            str(row["seed"]),
-            f"{row['epochs']}/{row['of']}",
-            _percent(row["validation_accuracy"]),
-            _percent(row["test_accuracy"]),
-            "" if row["experts"] is None else f"{row['experts']:.2f}",
-            "" if row["parameters"] is None else f"{row['parameters']:,}",
-            clock(row["seconds"]),
-            "complete" if row["complete"] else "can be resumed",
-        )
-    # as wide as it needs to be: a name that is cut short is of no use to `resume`
-    Console(width=Console(width=1000).measure(table).maximum).print(table)
+def print_runs(found: Sequence[dict[str, Any]]) -> None:
+    """A table with a row a run, of as many columns as there is room for: a name cut short would be of no use to `resume`."""
+    console, wide = (
+        Console(),
+        Console(width=1000, height=100),
+    )  # rich heeds a width in every terminal only with a height
+    rows = [_shown(row) for row in found]
+    formats = dict.fromkeys(("epochs", "validation", "test", "time"), "") | FORMATS
+    table, left_out = make_table(rows, formats), 0
+    while console.is_terminal and wide.measure(table).maximum > console.width and left_out < len(DISPENSABLE):
+        left_out += 1
+        kept = [{name: row[name] for name in row if name not in DISPENSABLE[:left_out]} for row in rows]
+        table = make_table(kept, formats)
+    Console(width=wide.measure(table).maximum, height=100).print(table)
+    if left_out:
+        console.print(f"no room for {', '.join(DISPENSABLE[:left_out])}: --json tells all", style="dim")
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    """What the table tells of all that; the first of the task's figures stands for how good a run is."""
+
+    def figure(part: str) -> str:
+        key = next((key for key in row if key.startswith(part)), part)
+        value = row.get(key)
+        return "" if value is None else f"{value:.2%}" if key.endswith("accuracy") else f"{value:.4g}"
+
+    return {
+        "run": Path(row["run"]).name,
+        "data": Path(row["data"]).name,
+        "model": row["model"],
+        "seed": row["seed"],
+        "epochs": f"{row['epochs']}/{row['of']}",
+        "validation": figure("validation_"),
+        "test": figure("test_"),
+        "experts": row["experts"],
+        "parameters": row["parameters"],
+        "time": clock(row["seconds"]),
+        "state": "complete" if row["complete"] else "can be resumed",
+    }
 
 
 def short_names(runs: Sequence[RunFolder]) -> list[str]:
@@ -64,20 +109,42 @@ def short_names(runs: Sequence[RunFolder]) -> list[str]:
 
 def print_outcome(run: RunFolder) -> None:
     """The last words of a training run."""
+    from raytraced.tasks.table import find_task
+
     summary = run.read_summary()
     assert summary is not None
-    test = summary["test"]
-    print(
-        f"test accuracy {test['accuracy']:.2%} with {test['mean_experts']:.2f} experts on average, "
-        f"calibration error {test['calibration_error']:.3f}, {clock(summary['seconds'])} of training"
-    )
-    if test["accuracy_by_prefix"]:
-        steps = [f"{number}: {accuracy:.1%}" for number, accuracy in enumerate(test["accuracy_by_prefix"])]
-        print(f"test accuracy with at most so many experts  {'  '.join(steps[:10])}{' …' if len(steps) > 10 else ''}")
-    picture = run.path / "sequences.png"
-    if picture.exists():
-        print(f"activation sequences of some test images: {picture}")
+    test, formats = summary["test"], find_task(run.config.data).formats
+    told = ", ".join(f"test {name} {test[name]:{form}}" for name, form in formats.items())
+    print(f"{told} with {test['mean_experts']:.2f} experts on average, {clock(summary['seconds'])} of training")
+    (name, form), *_ = formats.items()
+    steps = [f"{row[name]:{form}}" for row in test.get("budgets", [])]
+    if steps:
+        print(f"with at most 0, 1, 2 … experts: {' '.join(steps[:6])}{' …' if len(steps) > 6 else ''}")
+    for picture in sorted(run.path.glob("sequences.png")):
+        print(f"activation sequences of some test data: {picture}")
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.2%}"
+def print_evaluation(result: "Evaluation", task: "Task[Data]", data: "Data", title: str) -> None:
+    """The figures, then the task's table of groups, then the figures by the number of experts."""
+    console, (name, *_) = Console(), task.formats
+    console.print(title, markup=False, highlight=False, soft_wrap=True)
+    shown = [f"{name} {result[name]:{form}}" for name, form in task.formats.items()]
+    more = {name: value for name, value in result.figures.items() if isinstance(value, float)}
+    shown[-1] += f" of {result.num_samples:,}"
+    shown += [f"loss {result.loss:.4f}"]
+    shown += [f"{name.replace('_', ' ')} {value:.4f}" for name, value in more.items() if name not in task.formats]
+    console.print("  ".join([*shown, f"experts {result.mean_experts:.2f}"]), highlight=False)
+    formats = FORMATS | task.formats
+    if groups := task.group_rows(data, result):
+        console.print(make_table(groups, formats))
+    if result.budgets:
+        rows = [
+            {
+                "at most so many experts": number,
+                name: row[name],
+                "experts": row["experts"],
+                "multiply-adds": round(row["macs"]),
+            }
+            for number, row in enumerate(result.budgets)
+        ]
+        console.print(make_table(rows, formats))

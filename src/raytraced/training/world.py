@@ -34,6 +34,10 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def total(self, number: Tensor | int) -> Tensor | int:
+        """The sum of a number over all processes."""
+        return number if self.size == 1 else self.sum(torch.as_tensor(number, device=self.device))
+
     def largest(self, values: list[int]) -> list[int]:
         """The largest of each value over all processes, so that they decide alike."""
         if self.size == 1:

@@ -1,0 +1,159 @@
+"""Workloads on the activation sequence and on single layers, among them layers of costly experts.
+
+Axes: B batch, L layers, N experts a layer, T steps, D width.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raytraced import operations
+from raytraced.benchmark.model_workloads import BATCH_SIZE, STATES, Bench, plainly, seeded
+from raytraced.benchmark.peers import NUM_EXPERTS, NUM_LAYERS, PEERS, ExpertSize, LayerStep, peer_steps
+from raytraced.benchmark.results import Outcome
+from raytraced.benchmark.timing import Contender
+from raytraced.grid import run_dense
+from raytraced.layer import Call, HiddenOnly, RoutedLayer, routed_layer
+from raytraced.routers.raytraced import RaytracedExperts, activation_sequence
+from raytraced.routers.top_k import TopK
+from raytraced.routing import RoutingNetwork
+from raytraced.sequence import Select
+
+GRIDS = ((2, 4), (2, 8), (4, 8), (4, 16), (8, 16), (8, 32))
+NARROW, COSTLY = ExpertSize(16, 64), ExpertSize(512, 2048)
+LIMIT_DIMS, PRODUCT = (16, 128, 512), 1024  # a square product of that size is as fast as a core gets
+
+
+class SequenceRun:
+    """Forward and backward of the sequence on fixed entry rates, with given gradients of the mask and the rates."""
+
+    def __init__(self, routing: RoutingNetwork, entry_BN: Tensor, select: Select = "sample") -> None:
+        self.routing, self.entry_BN, self.select, self.generator = routing, entry_BN.detach(), select, seeded()
+        shape = (2, len(entry_BN), routing.num_layers, routing.num_experts)
+        self.gradients = torch.randn(shape, generator=seeded()).to(entry_BN).unbind()
+
+    def __call__(self) -> tuple[Any, list[Tensor]]:
+        """The route, and the gradients of the entry rates and the gates."""
+        entry_BN = self.entry_BN.clone().requires_grad_()
+        route: Any = activation_sequence(self.routing, entry_BN, select=self.select, generator=self.generator)
+        torch.autograd.backward((route.active, route.rates.nodes), self.gradients)
+        gradients = [tensor.grad for tensor in (entry_BN, *self.routing.parameters()) if tensor.grad is not None]
+        self.routing.zero_grad(set_to_none=True)
+        return route, gradients
+
+    def contender(self, name: str) -> Contender:
+        return Contender(name, self, experts=self()[0].num_active.float().mean().item())
+
+
+def sequence(bench: Bench) -> Outcome:
+    pairs, equal = [], []
+    for state in STATES:
+        model: Any = bench.model("mre", state)
+        routing = model.layer.router.routing
+        with torch.no_grad():
+            entry_BN = model.layer.router.entry(model.input_block(next(bench.batches()).inputs))
+        drawn = SequenceRun(routing, entry_BN).contender(f"drawn, {state}")
+        greedy = SequenceRun(routing, entry_BN, "greedy").contender(f"greedy, {state}")
+        whole = bench.step("mre", state)._replace(name=f"a training step, {state}")
+        pairs += [(drawn, plainly(drawn)), (greedy, plainly(greedy)), (greedy, whole)]
+        equal.append(compare_sequences(routing, entry_BN))
+    conditions = {what: all(found[what] for found in equal) for what in equal[0]}
+    return Outcome(bench.compare(pairs).rows, conditions)
+
+
+def compare_sequences(routing: RoutingNetwork, entry_BN: Tensor) -> dict[str, bool]:
+    """Whether compiled and plain agree on the same seed: draws in both precisions, rates in single, gradients in double."""
+
+    def run() -> tuple[Any, Any, list[Tensor]]:
+        double, gradients = SequenceRun(copy.deepcopy(routing).double(), entry_BN.double())()
+        return SequenceRun(routing, entry_BN)()[0], double, gradients
+
+    single, double, gradients = run()
+    with operations.use("plain"):
+        plain_single, plain_double, plain_gradients = run()
+    pairs = zip(gradients, plain_gradients, strict=True)
+    return {
+        "the same draws": single.nodes.equal(plain_single.nodes) and double.nodes.equal(plain_double.nodes),
+        "rates within 1e-6": bool(((single.rates.nodes - plain_single.rates.nodes).abs() <= 1e-6).all()),
+        "gradients within 1e-5": all(float((a - b).abs().max() / b.abs().max()) <= 1e-5 for a, b in pairs),
+    }
+
+
+def growth(bench: Bench) -> Outcome:
+    runs: dict[str, Contender] = {}
+    for L, N in GRIDS:
+        routing, entry_BN = RoutingNetwork(L, N), torch.randn(BATCH_SIZE, N, generator=seeded()).softmax(-1)
+        greedy = torch.no_grad()(partial(activation_sequence, routing, entry_BN, select="greedy"))
+        inference = Contender("inference", greedy, experts=greedy().num_active.float().mean().item())
+        for one in (inference, SequenceRun(routing, entry_BN).contender("training")):
+            work = ((one.experts or 0) + 1) * L * N**3  # of a method that redoes the whole grid at every step
+            runs[f"{one.name}, {L}×{N}"] = one._replace(name=f"{one.name}, {L}×{N} (T·L·N³ = {work:,.0f})")
+    base = {kind: runs.pop(f"{kind}, 4×8") for kind in ("inference", "training")}
+    return bench.compare([(one, base[key.split(",")[0]]) for key, one in runs.items()])
+
+
+def raytraced_layer(size: ExpertSize) -> RaytracedExperts:
+    """A 4×8 grid of such experts; without reach fewer run at first, about as many as after training with it."""
+    return RaytracedExperts(size.dim, NUM_LAYERS, NUM_EXPERTS, hidden=size.hidden, num_hidden=1, reach=0.0)
+
+
+def top2_layer(size: ExpertSize) -> RoutedLayer:
+    """Our top-2 with the same experts."""
+    return routed_layer(TopK, size.dim, NUM_LAYERS, NUM_EXPERTS, hidden=size.hidden, num_hidden=1, k=2)
+
+
+def costly_experts(bench: Bench) -> Outcome:
+    layer, top2 = raytraced_layer(COSTLY), top2_layer(COSTLY)
+    hidden_BD = torch.randn(BATCH_SIZE, COSTLY.dim, generator=seeded())
+
+    def every_expert(hidden_BD: Tensor) -> Tensor:
+        choice = layer.router.plan(hidden_BD, Call())
+        return run_dense(layer.experts, hidden_BD, choice.active, choice.weights, layer.stream, needs_inactive=True)
+
+    def contenders(name: str, owner: RoutedLayer, run: Callable[[Tensor], Tensor], experts: float) -> list[Contender]:
+        inference = Contender(f"inference, {name}", torch.no_grad()(partial(run, hidden_BD)), experts=experts)
+        return [inference, Contender(f"step, {name}", LayerStep(owner, COSTLY.dim, run), experts=experts)]
+
+    mre = contenders("MRE", layer, HiddenOnly(layer), layer(hidden_BD).route.num_active.float().mean().item())
+    every, other = contenders("every expert", layer, every_expert, 32), contenders("top-2", top2, HiddenOnly(top2), 8)
+    return bench.compare([*zip(mre, every, strict=True), *zip(mre, other, strict=True)])
+
+
+def peers(bench: Bench) -> Outcome:
+    rows: list[dict[str, Any]] = []
+    for size in (NARROW, COSTLY):
+        ours = Contender(f"ours, {size}", LayerStep(HiddenOnly(top2_layer(size)), size.dim), experts=8)
+        found = {name: peer_steps(name, size) for name in PEERS}
+        timings = bench.time([ours, *(one for ways in found.values() if not isinstance(ways, str) for one in ways)])
+        for name, ways in found.items():
+            if isinstance(ways, str):
+                rows.append({"what": ours.name, "against": f"{name}, {size}", "ratio": None, "note": ways})
+            else:
+                rows.append(timings.row(ours, min(ways, key=timings.median)))
+    return Outcome(rows)
+
+
+def core_limit(bench: Bench) -> Outcome:
+    a, b, out = (torch.randn(PRODUCT, PRODUCT) for _ in range(3))
+    product = Contender(f"{PRODUCT}×{PRODUCT} matrices", partial(torch.mm, a, b, out=out))
+    steps = []
+    for dim in LIMIT_DIMS:
+        layer = raytraced_layer(ExpertSize(dim, 4 * dim))
+        run = LayerStep(HiddenOnly(layer), dim)
+        work, experts = step_multiply_adds(layer, run.hidden_BD)
+        steps.append((Contender(f"width {dim}", run, experts=experts), work / PRODUCT**3))
+    timings = bench.time([product, *(one for one, _ in steps)])
+    against = {"against": f"its multiply-adds at the speed of {product.name}"}
+    return Outcome([timings.row(one, product, times=times) | against for one, times in steps])
+
+
+def step_multiply_adds(layer: RoutedLayer, hidden_BD: Tensor) -> tuple[float, float]:
+    """Multiply-adds of forward and backward, which multiplies all of it twice more, and mean experts."""
+    with torch.no_grad():
+        route = layer(hidden_BD).route
+    forward_B = torch.as_tensor(sum(work.multiply_adds for work in layer.work(route).values()))
+    return 3 * float(forward_B.expand(len(hidden_BD)).sum()), float(route.num_active.float().mean())

@@ -1,0 +1,234 @@
+"""Workloads on whole models, each a list of pairs: what is held against what."""
+
+import copy
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import count, cycle, islice, pairwise, repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raytraced import operations
+from raytraced.benchmark.results import Outcome
+from raytraced.benchmark.timing import Contender, Settings, Timings, interleave
+from raytraced.models.output import Model
+from raytraced.models.table import MODELS, build
+from raytraced.saving import load
+from raytraced.tasks.table import find_task
+from raytraced.tasks.task import Batch
+from raytraced.training.config import TrainConfig, preset_values
+from raytraced.training.interrupt import Interrupted
+from raytraced.training.loop import train
+from raytraced.training.objective import Objective, step_seed
+from raytraced.training.optim import build_optimizer, gradient_norm, set_learning_rate
+from raytraced.training.state import Totals
+from raytraced.training.world import World
+
+SEED, BATCH_SIZE = 0, 256
+STATES = ("at initialisation", "trained")
+PLAIN_TRAIN_STEPS = 20  # without compiled operations 422 take minutes; the number of experts moves most at first
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(SEED)
+
+
+def recipe(data: str, model: str, **options: Any) -> TrainConfig:
+    """What `raytraced train` does with a model."""
+    return TrainConfig(data=data, model=model, **(preset_values("best", data, model) | options))
+
+
+class TrainingStep:
+    """The step of `raytraced train` on one batch after the other; at a rate of 0 it is the same work, but the model stays."""
+
+    def __init__(self, config: TrainConfig, model: Model, batches: Iterator[Batch], rate: float = 0.0) -> None:
+        self.model, self.batches, self.parameters = model.train(), batches, list(model.parameters())
+        task = find_task(config.data)
+        self.objective, self.optimizer = Objective(model, config, task), build_optimizer(model, config)
+        set_learning_rate(self.optimizer, rate)
+        self.seeds = map(step_seed, repeat(config.seed), count())
+        self.totals = Totals(task, World(0, 1, torch.device("cpu")))
+
+    def __call__(self) -> None:
+        batch = next(self.batches)
+        result = self.objective(batch, next(self.seeds), len(batch.targets))
+        self.optimizer.zero_grad()
+        result.loss.backward()
+        norm = gradient_norm(self.parameters, None)
+        bool(norm.isfinite())  # the loop looks, before weights move
+        self.optimizer.step()
+        self.totals.add(result, norm)
+
+    def contender(self, name: str, threads: int = 1) -> Contender:
+        return Contender(name, self, threads, mean_experts(self.model, next(self.batches).inputs))
+
+
+def mean_experts(model: Model, images: Tensor) -> float:
+    """How many experts an image runs, in the mode that the model is in."""
+    with torch.no_grad():
+        return float(model(images, generator=seeded()).num_experts.float().mean())
+
+
+def answering(name: str, model: Callable[[Tensor], object], images: Tensor, size: int = 1000) -> Contender:
+    """Every call answers the next `size` images."""
+    queue = cycle(images.split(size))
+    run = torch.inference_mode()(lambda: model(next(queue)))
+    return Contender(name, run, experts=mean_experts(model, images) if isinstance(model, Model) else None)
+
+
+def plainly(one: Contender) -> Contender:
+    """The same without compiled operations."""
+
+    def run() -> object:
+        with operations.use("plain"):
+            return one.run()
+
+    return one._replace(name=f"{one.name}, plain", run=run)
+
+
+class Bench:
+    """The settings and the data of a run, and the trained models, which several workloads share."""
+
+    def __init__(self, settings: Settings, data: str) -> None:
+        self.settings, self.data, self.task = settings, data, find_task(data)
+        self.dataset: Any = self.task.load(data)
+        self.tick: Callable[[float], None] = lambda share: None
+        self.trained: dict[str, Model] = {}
+
+    def compare(self, pairs: list[tuple[Contender, Contender]], single_calls: bool = False) -> Outcome:
+        """Time all in turns, then hold the first of each pair against the second."""
+        timings = self.time([one for pair in pairs for one in pair], single_calls)
+        return Outcome([timings.row(*pair) for pair in pairs])
+
+    def time(self, contenders: list[Contender], single_calls: bool = False) -> Timings:
+        once = list({one.name: one for one in contenders}.values())
+        return interleave(once, self.settings, single_calls=single_calls, tick=self.tick)
+
+    def batches(self, size: int = BATCH_SIZE) -> Iterator[Batch]:
+        """uint8 images as the loader gives them, epoch after epoch."""
+        loader = self.task.loader(self.dataset, "train", size, {}, seed=SEED)
+        return (batch for epoch in count() for batch in loader.epoch(epoch))
+
+    def model(self, name: str, state: str) -> Model:
+        """A model in one of the STATES, as in every run; trained briefly, since how many experts run depends on that."""
+        torch.manual_seed(SEED)
+        model = self.task.build(name, self.dataset, {}).eval()
+        if state == "trained":
+            if name not in self.trained:
+                step = TrainingStep(recipe(self.data, name), self.model(name, STATES[0]), self.batches(), rate=1.0)
+                for _ in range(self.settings.train_steps if operations.available() else PLAIN_TRAIN_STEPS):
+                    step()
+                self.trained[name] = step.model
+            model.load_state_dict(self.trained[name].state_dict())
+        return model
+
+    def step(self, name: str, state: str, threads: int = 1, batch_size: int = BATCH_SIZE) -> Contender:
+        batches = cycle(list(islice(self.batches(batch_size), 8)))
+        title = f"{name}, {state}" + (f", {threads} threads" if threads > 1 else "")
+        return TrainingStep(recipe(self.data, name), self.model(name, state), batches).contender(title, threads)
+
+    def mlp(self, images: Tensor, size: int = 1000) -> Contender:
+        """The paper's MLP(36) as anybody would write it in PyTorch."""
+        widths = [images[0].numel(), *[36] * 9]
+        hidden = [module for pair in pairwise(widths) for module in (nn.Linear(*pair), nn.ReLU())]
+        mlp = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(36, self.dataset.num_classes))
+        return answering("MLP(36) in plain PyTorch", lambda images: mlp(images / 255), images, size)
+
+
+def step(bench: Bench) -> Outcome:
+    cases = [(state, threads) for threads in (1, 2) for state in STATES]
+    return bench.compare([(bench.step("mre", *case), bench.step("top-k", *case)) for case in cases])
+
+
+def epoch(bench: Bench) -> Outcome:
+    timings, runs, num_rounds = Timings(), {}, bench.settings.least_rounds
+    for done in range(num_rounds):
+        for name in ("mre", "top-k"):
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    run = train(recipe(bench.data, name, epochs=2, output=folder), pictures=False)
+                except Interrupted as stop:
+                    raise KeyboardInterrupt from stop
+                for line in run.read_metrics():
+                    title = f"{name}, epoch {line['epoch']}"
+                    runs[title] = Contender(title, list, experts=line["train_experts"])
+                    timings.setdefault(title, []).append(line["seconds"])
+        bench.tick((done + 1) / num_rounds)
+    return Outcome([timings.row(runs[f"mre, epoch {number}"], runs[f"top-k, epoch {number}"]) for number in (1, 2)])
+
+
+def rivals(bench: Bench) -> Outcome:
+    top2 = bench.step("top-k", "trained")
+    return bench.compare([(bench.step(name, "trained"), top2) for name in MODELS if name != "top-k"])
+
+
+def inference(bench: Bench) -> Outcome:
+    images, pairs = next(bench.batches(1000)).inputs, []
+    for state in STATES:
+        mre, top2 = (answering(f"{name}, {state}", bench.model(name, state), images) for name in ("mre", "top-k"))
+        pairs += [(mre, top2), (mre, bench.mlp(images))]
+    return bench.compare(pairs)
+
+
+def latency(bench: Bench) -> Outcome:
+    images, shipped = next(bench.batches()).inputs, f"mre-{bench.data}"
+    models = {f"mre, {state}": bench.model("mre", state) for state in STATES}
+    models[f'raytraced.load("{shipped}")'] = load(shipped)
+    mlp = bench.mlp(images, 1)
+    return bench.compare([(answering(name, model, images, 1), mlp) for name, model in models.items()], True)
+
+
+def noise(*image_shape: int) -> tuple[Model, Batch]:
+    """A new MRE for images of a shape, and a batch of noise."""
+    images = torch.randint(256, (BATCH_SIZE, *image_shape), dtype=torch.uint8, generator=seeded())
+    batch = Batch(images, torch.arange(BATCH_SIZE) % 10, torch.arange(BATCH_SIZE))
+    return build("mre", image_shape=image_shape, num_classes=10).eval(), batch
+
+
+def kernels(bench: Bench) -> Outcome:
+    contenders = []
+    for title, shape in (("grey 28×28", (1, 28, 28)), ("colour 32×32", (3, 32, 32))):
+        model, batch = noise(*shape)
+        contenders.append(answering(f"inference, {title}", copy.deepcopy(model), batch.inputs))
+        contenders.append(TrainingStep(recipe(bench.data, "mre"), model, repeat(batch)).contender(f"step, {title}"))
+    return bench.compare([(one, plainly(one)) for one in contenders])
+
+
+def memory(bench: Bench) -> Outcome:
+    row: dict[str, Any] = {"what": "a step at batch 256", "against": "a step at batch 256, plain", "ratio": None}
+    code, peaks = "from raytraced.benchmark.model_workloads import resident_mb; print(resident_mb())", []
+    for switch in ({}, {"RAYTRACED_OPERATIONS": "plain"}):
+        asked = subprocess.run([sys.executable, "-c", code], env=os.environ | switch, capture_output=True, text=True)
+        if asked.returncode:
+            return Outcome([row | {"note": asked.stderr.strip().splitlines()[-1]}])
+        peaks.append(float(asked.stdout))
+    return Outcome([row | {"ratio": peaks[0] / peaks[1], "mb": peaks[0], "against_mb": peaks[1]}])
+
+
+def resident_mb() -> float:
+    """By how much a step raises at most what the system counts as this process's memory; Linux tells."""
+    torch.set_num_threads(1)
+    model, batch = noise(1, 28, 28)
+    small = Batch(*(field[:2] for field in batch[:3]))
+    step = TrainingStep(recipe("mnist", "mre"), model, iter((small, batch)))
+    step()  # code and optimizer state are loaded, but no memory of the step's size is kept
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier work left free would hold the step unseen
+    Path("/proc/self/clear_refs").write_text("5")  # forget the highest value so far
+    before = status_mb("VmRSS")
+    step()
+    return status_mb("VmHWM") - before
+
+
+def status_mb(field: str) -> float:
+    return int(re.findall(rf"{field}:\s*(\d+)", Path("/proc/self/status").read_text())[0]) / 1024
+
+
+def threads(bench: Bench) -> Outcome:
+    return bench.compare([(bench.step("mre", state, 2, 1024), bench.step("mre", state, 1, 1024)) for state in STATES])

@@ -1,0 +1,132 @@
+"""`raytraced reproduce`: train what is missing, then write tables, figures and the report. Importable without torch."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from raytraced.reproduce.parts import PARTS, Wanted, choose_parts, collect_runs, every_run, every_search, runs_of
+from raytraced.reproduce.plan import FULL, QUICK, LearningRates, Planner, Scale
+from raytraced.reproduce.records import Store, best_rates
+from raytraced.words import did_you_mean
+
+
+def reproduce(
+    quick: bool = False,
+    only: str | None = None,
+    data: str | None = None,
+    output: str = "results",
+    data_root: str | None = None,
+    workers: int | None = None,
+    redraw: bool = False,
+    dry_run: bool = False,
+) -> int:
+    """Run every model on every data set over seeds, and write tables, figures and a report.
+
+    Args:
+        quick: A small likeness of everything in a few minutes, into OUTPUT/quick.
+        only: Parts, such as table1,fig5, or sets of parts: default, claims, frontier, union, all.
+        data: Only these data sets, such as mnist,cifar10.
+        output: Folder of the results; runs are trained in its sub-folder runs.
+        data_root: Where data sets are kept.
+        workers: Processes that train side by side, one core each (default: as many as there are cores).
+        redraw: Train nothing: draw from the records in OUTPUT/records.
+        dry_run: Only tell what would be trained, and how long it may take.
+    """
+    scale = QUICK if quick else FULL
+    parts = choose_parts(split(only) or (["all"] if quick else ["default"]))
+    if quick and "ship" in parts:
+        raise ValueError("only=ship: quick runs are not worth shipping; leave --quick out")
+    for name in split(data):
+        if name not in scale.data:
+            raise ValueError(f"data={name}: no such data set; {did_you_mean(name, scale.data)}")
+    wanted = tuple(dict.fromkeys(split(data))) or None
+    folder = Path(output) / "quick" if quick else Path(output)
+    if workers is None:
+        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if workers < 1:
+        raise ValueError(f"workers={workers}: must be at least 1")
+    if dry_run:
+        return tell_plan(parts, scale, wanted, folder, workers)
+    from raytraced.reproduce.run import Stopped
+
+    try:
+        failures = {} if redraw else train_all(parts, scale, wanted, folder, data_root, workers)
+    except Stopped as stop:
+        print("stopped; everything is saved. The same command goes on from here.")
+        return stop.exit_code
+    write_results(parts, scale, wanted, folder, data_root)
+    for key, problem in failures.items():
+        print(f"failed: {key}: {problem}")
+    print(folder / "report.html")
+    return 1 if failures else 0
+
+
+def split(words: str | None) -> list[str]:
+    """Words separated by commas."""
+    return [word.strip() for word in (words or "").split(",") if word.strip()]
+
+
+def find_rates(scale: Scale, folder: Path) -> LearningRates:
+    """What the searches on record found; one made with another recipe does not count, and is made again."""
+    return best_rates(Store(folder / "records").results(every_search(Planner(scale, {}))), scale)
+
+
+def train_all(
+    parts: list[str], scale: Scale, wanted: Wanted, folder: Path, data_root: str | None, workers: int
+) -> dict[str, str]:
+    """Train what is missing: first the learning-rate searches, then the runs that need what they find."""
+    from raytraced.reproduce.run import run_all
+    from raytraced.tasks.table import find_task
+
+    failures: dict[str, str] = {}
+    rates = find_rates(scale, folder)
+    while True:
+        runs = collect_runs(parts, Planner(scale, rates), wanted)
+        if not runs:
+            raise ValueError(f"nothing to run: {', '.join(parts)} has no run on {', '.join(wanted or ())}")
+        for name in sorted(
+            {run.data for run in runs}
+        ):  # in the cache before anyone trains: two need not fetch the same
+            find_task(name).load(name, data_root)
+        failures |= run_all(runs, folder / "runs", folder / "records", workers, data_root)
+        found = find_rates(scale, folder)
+        if found == rates:
+            # a search's run that diverged has been taken into account: a finding, not a failure
+            known = Store(folder / "records").records
+            return {key: told for key, told in failures.items() if key not in known or known[key].group != "search"}
+        rates = found
+
+
+def write_results(parts: list[str], scale: Scale, wanted: Wanted, folder: Path, data_root: str | None) -> None:
+    """Draw the parts that were asked for, and write summary, tables and report from all there is."""
+    results = Store(folder / "records").results(every_run(Planner(scale, find_rates(scale, folder))))
+    if not results.whole:
+        raise ValueError(f"{folder / 'records'}: holds no record of a run; leave --redraw out to train")
+    from raytraced.reproduce.figures import save_figures
+    from raytraced.reproduce.report import write_report
+    from raytraced.reproduce.ship import ship_all
+
+    names = list(wanted or (name for name, plan in scale.data.items() if plan.paper))
+    save_figures(parts, results, names, folder / "figures", data_root, scale.name == "quick")
+    write_report(results, scale, folder)
+    if "ship" in parts:
+        ship_all(results, folder / "runs")
+
+
+def tell_plan(parts: list[str], scale: Scale, wanted: Wanted, folder: Path, workers: int) -> int:
+    """Print the runs of each part, and a guess at the time."""
+    # any rate will do to count the runs that wait for a search
+    whole, planned = (
+        Planner(replace(scale, fixed_lr=scale.fixed_lr or 1.0), {}),
+        Planner(scale, find_rates(scale, folder)),
+    )
+    rows = {part: runs_of(part, whole, wanted) for part in parts}
+    told = {run.key for runs in rows.values() for run in runs}
+    first = [run for run in collect_runs(parts, planned, wanted) if run.group == "search" and run.key not in told]
+    rows = ({"search": first} if first else {}) | rows
+    rows["together"] = list({run.key: run for runs in rows.values() for run in runs}.values())
+    titles = PARTS | {"search": "Learning rates that must be searched for first", "together": "each run once"}
+    for name, runs in rows.items():
+        hours = sum(run.expected_seconds for run in runs) / workers / 3600
+        print(f"{name:<12} {len(runs):>4} runs  {hours:>5.1f} h  {titles[name]}")
+    return 0

@@ -1,0 +1,209 @@
+"""The expert grid: hidden vectors and one weight for each expert -> hidden vectors. An expert with no weight need not run.
+
+Axes: B batch, L layers, N experts a layer, D width, H an expert's inner width, n the rows that one expert gets.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Stream = Literal["residual", "skip-sum", "last"]
+Unbind = Callable[[Tensor], Sequence[Tensor]]
+
+
+class MLPExperts(nn.Module):
+    """The paper's experts: MLPs D → H → … → D with ReLU between, their weights stacked over the grid."""
+
+    def __init__(
+        self, num_layers: int, num_experts: int, dim: int, hidden: int | None = None, num_hidden: int = 2
+    ) -> None:
+        super().__init__()
+        hidden = dim if hidden is None else hidden
+        for name, value in (("dim", dim), ("hidden", hidden), ("num_hidden", num_hidden)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        self.num_layers, self.num_experts = num_layers, num_experts
+        self.widths = (dim, *[hidden] * num_hidden, dim)
+        self.num_weights = sum(K * O for K, O in pairwise(self.widths))  # of one expert: its multiply-adds on one row
+        self.num_parameters = self.num_weights + sum(self.widths[1:])
+        grid = (num_layers, num_experts)
+        shapes = list(zip(self.widths[1:], self.widths[:-1], strict=True))
+        self.weights = nn.ParameterList(torch.empty(*grid, *shape) for shape in shapes)
+        self.biases = nn.ParameterList(torch.empty(*grid, out) for out, _ in shapes)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """PyTorch's default for a linear layer: uniform within ±1/√(number of inputs)."""
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            bound = weight.shape[-1] ** -0.5
+            nn.init.uniform_(weight, -bound, bound)
+            nn.init.uniform_(bias, -bound, bound)
+
+    def run_layer(self, layer: int, hidden_BD: Tensor) -> Tensor:
+        x_NBD = hidden_BD.expand(self.num_experts, *hidden_BD.shape)
+        for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            x_NBD = torch.baddbmm(bias[layer][:, None], F.relu(x_NBD) if index else x_NBD, weight[layer].mT)
+        return x_NBD.transpose(0, 1)
+
+    def run_expert(self, layer: int, expert: int, hidden_nD: Tensor) -> Tensor:
+        for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            hidden_nD = F.linear(F.relu(hidden_nD) if index else hidden_nD, weight[layer, expert], bias[layer, expert])
+        return hidden_nD
+
+    def stacks(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The weights (L, N, O, K) and biases (L, N, O) of each linear layer."""
+        # A loop over a ParameterList looks every name up: three times slower, and one image waits for it.
+        weights, biases = self.weights.named_parameters, self.biases.named_parameters
+        return [w for _, w in weights("", False, False)], [b for _, b in biases("", False, False)]
+
+    def unstacked(self, unbind: Unbind = torch.unbind) -> "UnstackedExperts":
+        """The same experts for the duration of one call."""
+        return UnstackedExperts(self, unbind)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_layers} layers of {self.num_experts}, widths {'-'.join(map(str, self.widths))}"
+
+
+class UnstackedExperts:
+    """MLP experts whose parameters are taken apart once: autograd then puts their gradients together once.
+
+    The gradient of a slice weight[layer, expert] would be a whole stack of zeros with one slice filled in.
+    """
+
+    def __init__(self, experts: MLPExperts, unbind: Unbind) -> None:
+        weights, biases = experts.stacks()
+        self.weights, self.biases = [unbind(weight) for weight in weights], [bias.unbind(0) for bias in biases]
+        self._apart: dict[int, list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]] = {}
+
+    def layer_parameters(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights (N, O, K) and biases (N, O) of a layer, one for each linear layer of its experts."""
+        return [weight[layer] for weight in self.weights], [bias[layer] for bias in self.biases]
+
+    def run_expert(self, layer: int, expert: int, hidden_nD: Tensor) -> Tensor:
+        if layer not in self._apart:
+            weights, biases = self.layer_parameters(layer)
+            self._apart[layer] = [(w.unbind(0), b.unbind(0)) for w, b in zip(weights, biases, strict=True)]
+        for index, (weights_N, biases_N) in enumerate(self._apart[layer]):
+            hidden_nD = F.linear(F.relu(hidden_nD) if index else hidden_nD, weights_N[expert], biases_N[expert])
+        return hidden_nD
+
+
+class ModuleExperts(nn.Module):
+    """Experts of the user's own: one module of a factory for each node, each mapping (n, D) to (n, D)."""
+
+    def __init__(self, num_layers: int, num_experts: int, factory: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        if isinstance(factory, nn.Module) or not callable(factory):
+            name = type(factory).__name__
+            raise ValueError(f"expert={name}(…): must be a factory, one module a node; give lambda: {name}(…)")
+        self.num_layers, self.num_experts = num_layers, num_experts
+        self.nodes = nn.ModuleList(factory() for _ in range(num_layers * num_experts))
+
+    def run_layer(self, layer: int, hidden_BD: Tensor) -> Tensor:
+        return torch.stack([self.run_expert(layer, expert, hidden_BD) for expert in range(self.num_experts)], 1)
+
+    def run_expert(self, layer: int, expert: int, hidden_nD: Tensor) -> Tensor:
+        result_nD: Tensor = self.nodes[layer * self.num_experts + expert](hidden_nD)
+        if result_nD.shape != hidden_nD.shape:
+            raise ValueError(
+                f"an expert turned {tuple(hidden_nD.shape)} into {tuple(result_nD.shape)}: "
+                "must keep the shape; project inside the expert"
+            )
+        return result_nD
+
+    def unstacked(self, unbind: Unbind = torch.unbind) -> "ModuleExperts":
+        return self
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters()) // len(self.nodes)
+
+
+# A grid, and one whose parameters are taken apart for the duration of a call.
+Experts = MLPExperts | ModuleExperts
+Apart = UnstackedExperts | ModuleExperts
+
+
+class Plan(NamedTuple):
+    """Who runs where, known before any expert runs: the rows of each expert, sorted by layer, expert and row."""
+
+    rows: Tensor  # (pairs,)
+    counts: list[list[int]]  # rows of each expert, (L, N)
+
+    @classmethod
+    def of(cls, active_BLN: Tensor) -> "Plan":
+        pairs = active_BLN.detach().permute(1, 2, 0).nonzero()
+        counts_LN = active_BLN.detach().count_nonzero(0)
+        return cls(pairs[:, 2], counts_LN.tolist())
+
+    def layer(self, layer: int) -> Iterator[tuple[int, Tensor]]:
+        """Each expert of a layer that has rows, with its rows."""
+        start = sum(map(sum, self.counts[:layer]))
+        for expert, count in enumerate(self.counts[layer]):
+            if count:
+                yield expert, self.rows[start : start + count]
+            start += count
+
+
+def update_dense(experts: Experts, layer: int, hidden_BD: Tensor, weights_BN: Tensor) -> Tensor:
+    """The weighted sum of a layer's experts, each run on every row: every weight gets a gradient."""
+    return torch.einsum("bn,bnd->bd", weights_BN.to(hidden_BD.dtype), experts.run_layer(layer, hidden_BD).to(hidden_BD))
+
+
+def update_sparse(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, plan: Plan) -> Tensor:
+    """The weighted sum of a layer's experts, each run on its own rows only, added in the experts' order."""
+    # The sum starts from no rows of `hidden`: where nobody is active it still is a function of it, with a gradient of zero.
+    update_BD = torch.zeros_like(hidden_BD).index_add(0, plan.rows[:0], hidden_BD[:0])
+    for expert, rows_n in plan.layer(layer):
+        result_nD = apart.run_expert(layer, expert, hidden_BD[rows_n])
+        weight_n1 = weights_BN[rows_n, expert, None]
+        update_BD = update_BD.index_add(0, rows_n, (result_nD * weight_n1).to(hidden_BD.dtype))
+    return update_BD
+
+
+def run_stream(stream: Stream, num_layers: int, hidden_BD: Tensor, update: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Pass hidden vectors down the layers, where update(layer, hidden) is the sum of a layer's experts.
+
+    residual: h_ℓ = h_{ℓ−1} + update, the answer is h_L. skip-sum: h_ℓ = update, the answer is Σ h_ℓ, as the routing's skip
+    connections. last: h_ℓ = update, the answer is h_L, as the paper's equation is written.
+    """
+    total_BD = torch.zeros_like(hidden_BD)
+    for layer in range(num_layers):
+        update_BD = update(layer, hidden_BD)
+        hidden_BD = hidden_BD + update_BD if stream == "residual" else update_BD
+        total_BD = total_BD + update_BD
+    return total_BD if stream == "skip-sum" else hidden_BD
+
+
+def run_dense(
+    experts: Experts,
+    hidden_BD: Tensor,
+    active_BLN: Tensor,
+    weights_BLN: Tensor,
+    stream: Stream,
+    needs_inactive: bool = False,
+) -> Tensor:
+    """All experts on all rows, each weighted; inactive ones get a gradient for their mask only where that is needed."""
+    if not needs_inactive:
+        weights_BLN = weights_BLN * active_BLN.detach()  # as where they do not run
+    return run_stream(
+        stream, experts.num_layers, hidden_BD, lambda l, h_BD: update_dense(experts, l, h_BD, weights_BLN[:, l])
+    )
+
+
+def run_sparse(experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream) -> Tensor:
+    """Each expert on its own rows only."""
+    plan, apart = Plan.of(active_BLN), experts.unstacked()
+    return run_stream(
+        stream, experts.num_layers, hidden_BD, lambda l, h_BD: update_sparse(apart, l, h_BD, weights_BLN[:, l], plan)
+    )
+
+
+def run_layer_sparse(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor) -> Tensor:
+    """As `update_sparse`, for routers that choose layer by layer: the plan is made for this layer alone."""
+    plan = Plan.of(active_BN[:, None])
+    return update_sparse(apart, layer, hidden_BD, weights_BN, Plan(plan.rows, [[]] * layer + plan.counts))

@@ -1,0 +1,161 @@
+"""Images -> input block -> a routed layer -> logits: the paper's model, around any layer.
+
+Axes: B batch, C channels, H × W pixels, D width, Y classes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raytraced import operations
+from raytraced.draws import fixed_draws
+from raytraced.layer import Call, LayerOutput, RoutedLayer, Work
+from raytraced.models.output import Judge, Model, Output, linear_work
+from raytraced.routers.prefixes import prefixes
+from raytraced.routers.raytraced import RaytracedExperts
+from raytraced.sequence import Select
+from raytraced.words import require
+
+STAGES = (4, 8, 16)  # channels after each convolution
+
+
+class InputBlock(nn.Module):
+    """Normalised pixels -> hidden vectors: one linear layer on grey images; three convolutions with pooling, then linear.
+
+    It takes images as they are, bytes or fractions in 0 … 1, and normalises them by the mean and deviation of each channel
+    (of pixels scaled to 0 … 1) that it was given. Without those, images pass as they are.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(
+        self,
+        image_shape: tuple[int, int, int],
+        dim: int,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        if len(image_shape) != 3 or min(image_shape) < 1:
+            raise ValueError(f"image_shape={image_shape}: must be three positive numbers (channels, height, width)")
+        channels, height, width = self.image_shape = tuple(image_shape)
+        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        if channels == 1:
+            self.linear = nn.Linear(height * width, dim)
+        else:
+            if min(height, width) < 8:
+                raise ValueError(
+                    f"image_shape={image_shape}: colour images must be at least 8 by 8, they are halved three times"
+                )
+            for given, wanted in zip((channels, *STAGES), STAGES, strict=False):
+                convolution = nn.Conv2d(given, wanted, 3, padding=1)
+                self.weights.append(convolution.weight)
+                self.biases.append(convolution.bias)
+            self.linear = nn.Linear(STAGES[-1] * (height // 8) * (width // 8), dim)
+        require((mean is None) == (std is None), "mean, std", (mean, std), "must be given both, or neither")
+        self.normalises = mean is not None
+        mean, std = tuple(mean or [0.0] * channels), tuple(std or [1.0] * channels)
+        if len(mean) != channels or len(std) != channels:
+            raise ValueError(f"mean={mean}, std={std}: one value a channel is needed, the images have {channels}")
+        require(min(std) > 0, "std", std, "must be above 0")
+        mean_C, std_C = torch.tensor(mean, dtype=torch.float64), torch.tensor(std, dtype=torch.float64)
+        # (pixel / 255 - mean) / std as one multiplication and one addition
+        self.register_buffer("scale", (1 / (255 * std_C)).float().view(-1, 1, 1))
+        self.register_buffer("shift", (-mean_C / std_C).float().view(-1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, D)."""
+        pixels = self.normalise(images)
+        if self.weights:
+            pixels = operations.convolution(pixels, list(self.weights), list(self.biases))
+        return self.linear(pixels.flatten(1))
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Images as they are -> what the first layer sees."""
+        if images.ndim != 4 or images.shape[1:] != self.image_shape:
+            raise ValueError(
+                f"images have shape {tuple(images.shape)}: must be (batch, {', '.join(map(str, self.image_shape))})"
+            )
+        if images.dtype == torch.uint8:
+            return images.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
+        if not images.is_floating_point():
+            raise ValueError(f"images are {images.dtype}: must be uint8, or floats in 0 … 1")
+        if not self.normalises:
+            return images
+        if images.numel() and not torch.compiler.is_compiling():
+            lowest, highest = (float(value) for value in images.detach().aminmax())
+            if not (lowest >= 0 and highest <= 1):  # NaN too
+                raise ValueError(
+                    f"images have values {lowest:g} … {highest:g}: must be fractions in 0 … 1, or uint8; "
+                    "the model normalises them itself"
+                )
+        return (images * 255).mul(self.scale).add(self.shift)
+
+    def work(self) -> Work:
+        """What one image takes."""
+        linear, (_, height, width) = linear_work(self.linear), self.image_shape
+        stages = sum(weight.numel() * (height >> s) * (width >> s) for s, weight in enumerate(self.weights))
+        parameters = sum(parameter.numel() for parameter in (*self.weights, *self.biases))
+        return Work(stages + linear.multiply_adds, parameters + linear.parameters)
+
+
+class Classifier(Model):
+    """An input block, a routed layer of any kind, and a linear output layer."""
+
+    def __init__(
+        self,
+        make_layer: Callable[[], RoutedLayer],
+        dim: int,
+        image_shape: tuple[int, int, int],
+        num_classes: int,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        require(num_classes >= 1, "num_classes", num_classes, "must be at least 1")
+        layer = make_layer()
+        self.input_block, self.layer = InputBlock(image_shape, dim, mean, std), layer
+        self.head = nn.Linear(dim, num_classes)
+        self.answers_along_the_way = self.layer.answers_along_the_way
+
+    def forward(
+        self,
+        inputs: Tensor,
+        *,
+        select: Select | None = None,
+        max_experts: int | None = None,
+        budgets: tuple[int, ...] = (),
+        judge: Judge | None = None,
+        generator: torch.Generator | None = None,
+        rows: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Output:
+        hidden_BD = self.input_block(inputs)
+        draws = fixed_draws(generator) if budgets else lambda: generator
+        options: dict[str, Any] = {"select": select, "rows": rows, "mask": mask}
+        out = self.layer(hidden_BD, max_experts=max_experts, generator=draws(), **options)
+        logits_BY = self.head(out.hidden)
+        loss = out.loss
+        if judge is not None and out.judge is not None:
+            policy_loss = out.judge(judge(logits_BY.detach()))
+            loss = policy_loss if loss is None else loss + policy_loss
+        answers = (self.layer(hidden_BD, max_experts=budget, generator=draws(), **options) for budget in budgets)
+        return Output(logits_BY, (out.route,), loss, tuple(map(self.answer, answers)))
+
+    def answer(self, out: LayerOutput) -> Output:
+        """What a layer's vectors say."""
+        return Output(self.head(out.hidden), (out.route,), out.loss)
+
+    def prefixes(
+        self, inputs: Tensor, most: int | None = None, *, mask: Tensor | None = None, **options: Any
+    ) -> Iterator[Output]:
+        if not isinstance(self.layer, RaytracedExperts):
+            return super().prefixes(inputs, most, mask=mask, **options)
+        return map(self.answer, prefixes(self.layer, self.input_block(inputs), most, Call(**options), mask))
+
+    def work(self, inputs: Tensor, out: Output) -> dict[str, Work]:
+        (route,) = out.routes
+        return {"input": self.input_block.work(), **self.layer.work(route), "head": linear_work(self.head)}

@@ -1,0 +1,153 @@
+"""Every model by name: `build("mre", image_shape=(1, 28, 28), num_classes=10)`.
+
+A name is a layer's, or a family's and a layer's ("gpt-mre" would be the layer of "mre" in the family "gpt"). Importing this
+file does not import torch: the command line checks names with it.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+from raytraced.models.card import ModelCard
+from raytraced.words import did_you_mean, require
+
+if TYPE_CHECKING:
+    from raytraced.models.output import Model
+
+GRID = {"dim": 16, "num_layers": 4, "num_experts": 8}
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Where a model's layer is, where it comes from, and whether it adapts its compute and answers along the way."""
+
+    layer: str
+    """ "module:Class" of a router or of a whole layer; its arguments are the model's options"""
+    defaults: dict[str, Any]
+    """options where they differ from the class's own"""
+    reference: str
+    """in full in docs/models.md"""
+    adaptive: bool = False
+    anytime: bool = False
+    recipe: str | None = None
+    """ "module:NAME" of more defaults"""
+    model: str | None = None
+    """ "module:Class" of the whole, where the family's own does not do"""
+
+
+MLP, MULTI_EXIT = "routers.dense:MLPLayers", "models.multi_exit:MultiExit"
+RAYTRACED = "routers.raytraced:RaytracedExperts"
+
+MODELS = {
+    "mre": ModelInfo(RAYTRACED, GRID, "Perin 2025, ours", adaptive=True, anytime=True),
+    "mre-paper": ModelInfo(RAYTRACED, GRID, "Perin 2025", adaptive=True, anytime=True, recipe="routers.raytraced:PAPER"),
+    "top-k": ModelInfo("routers.top_k:TopK", GRID, "Shazeer 2017"),
+    "threshold": ModelInfo("routers.threshold:Threshold", GRID, "Huang 2024", adaptive=True),
+    "mlp-total": ModelInfo(MLP, {"dim": 36, "num_layers": 8}, "plain, MRE's size"),
+    "mlp-avg": ModelInfo(MLP, {"dim": 24, "num_layers": 8}, "plain, MRE's use"),
+    "ada-k": ModelInfo("routers.ada_k:AdaK", GRID, "Yue 2025", adaptive=True),
+    "dense": ModelInfo("routers.dense:DenseBlocks", {"dim": 16, "num_blocks": 4}, "no routing"),
+    "aux-free": ModelInfo("routers.aux_free:AuxFree", GRID, "Wang 2024"),
+    "top-any": ModelInfo("routers.top_any:TopAny", GRID, "Guo 2024, DynMoE", adaptive=True),
+    "null-experts": ModelInfo("routers.null_experts:NullExperts", GRID, "Zeng 2024, AdaMoE", adaptive=True),
+    "chain": ModelInfo("routers.chain:ChainOfExperts", GRID, "Wang 2025, CoE"),
+    "multi-exit": ModelInfo(
+        MULTI_EXIT, {"dim": 36, "num_layers": 8}, "BranchyNet 2016", True, True, model=f"{MULTI_EXIT}Classifier"
+    ),
+}  # fmt: skip
+
+# What a family's models are made of: called with a function that makes a layer, its width, and the rest of a task's spec.
+FAMILIES = {"": "models.classifier:Classifier"}
+
+
+def find_model(name: str) -> tuple[str, ModelInfo]:
+    """The family and the layer that a model's name stands for."""
+    for family in sorted(FAMILIES, key=len, reverse=True):
+        layer = name.removeprefix(f"{family}-") if family else name
+        if name.startswith(family) and layer in MODELS:
+            return family, MODELS[layer]
+    raise ValueError(f"model={name}: no such model; {did_you_mean(name, MODELS)}")
+
+
+def build(name: str, **given: Any) -> "Model":
+    """The named model, with fresh weights, for inputs of some kind: options of its layer, the rest as its family asks.
+
+    Images: `image_shape` (channels, height, width), `num_classes` or `class_names`, and `mean` and `std` of each channel.
+    """
+    family, info = find_model(name)
+    made = _import(info.model or FAMILIES[family])
+    arguments = inspect.signature(made).parameters
+    wanted = {key: each for key, each in arguments.items() if key not in ("make_layer", "dim")}
+    class_names = given.pop("class_names", None)
+    if class_names is not None:
+        num = given.setdefault("num_classes", len(class_names))
+        require(num == len(class_names), "num_classes", num, f"must be {len(class_names)}, as many as class_names")
+    spec = {key: given.pop(key) for key in wanted if key in given}
+    if missing := [key for key, each in wanted.items() if key not in spec and each.default is each.empty]:
+        raise ValueError(f"{name}: needs {', '.join(missing)}")
+    options = complete_options(name, given)
+    model: Model = made(partial(_make_layer, _import(info.layer), options), options["dim"], **spec)
+    names = {} if class_names is None else {"class_names": list(class_names)}
+    model.card = ModelCard(model=name, spec=spec | names, options=options)
+    return model
+
+
+def complete_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """All options of a model's layer, checked, defaults spelled out: with them it stays the same when defaults change."""
+    _, info = find_model(name)
+    known = _arguments(_import(info.layer))
+    for option, value in given.items():
+        if option not in known:
+            raise ValueError(f"model option {option}: {name} has no such option; {did_you_mean(option, known)}")
+        if not _fits(value, known[option].annotation):
+            raise ValueError(f"{option}={value!r}: must be {_describe(known[option].annotation)}")
+    own = {key: each.default for key, each in known.items() if each.default is not each.empty}
+    return own | info.defaults | (_import(info.recipe) if info.recipe else {}) | given
+
+
+def _make_layer(made: Any, options: dict[str, Any]) -> Any:
+    from raytraced.layer import Router, routed_layer
+
+    return routed_layer(made, **options) if issubclass(made, Router) else made(**options)
+
+
+def _arguments(made: type) -> dict[str, inspect.Parameter]:
+    """The options of a layer's class; those of a router's are its own and those of the grid that it is put before."""
+    from raytraced.layer import Router, routed_layer
+
+    own = dict(inspect.signature(made).parameters)
+    if issubclass(made, Router):
+        own = dict(inspect.signature(routed_layer).parameters) | own
+    return {name: each for name, each in own.items() if name not in ("router", "options")}
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value may be given for an annotation."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if isinstance(kind, UnionType):
+        return any(_fits(value, member) for member in get_args(kind))
+    if get_origin(kind) is Callable:
+        return callable(value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is kind
+
+
+def _describe(kind: Any) -> str:
+    """An annotation in a user's words."""
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    if isinstance(kind, UnionType):
+        return " or ".join(_describe(member) for member in get_args(kind))
+    names = {int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
+    return names.get(kind, "a function")
+
+
+def _import(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(f"raytraced.{module}"), attribute)

@@ -1,0 +1,138 @@
+"""Every operation that has a fast path: its plain definition, its implementations, and which is used when.
+
+An operation is called like a function and runs the first implementation in its list that is able to take the arguments, and
+has no better one after it for these (`explain` says which, and why). `use` forces one for a while, for all operations or for
+one, and the environment variable RAYTRACED_OPERATIONS for a whole process:
+
+    with operations.use("plain"): ...            PyTorch's own operators, the definition of everything else
+    with operations.use(experts="sparse"): ...
+    RAYTRACED_OPERATIONS=plain raytraced train
+
+A further implementation, for a GPU say, is one new file beside this one and one line in a list below.
+
+Axes: B batch, L layers, N experts a layer, D width, C channels, H × W pixels.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from raytraced.grid import Experts, MLPExperts, Stream, run_dense, run_layer_sparse, run_sparse
+from raytraced.operations import cpp_convolution, cpp_experts, cpp_library, cpp_raytrace, cpp_sequence
+from raytraced.operations.cpp_gradients import unstacked as unstacked
+from raytraced.operations.operation import OPERATIONS as OPERATIONS
+from raytraced.operations.operation import Implementation, Operation, use
+from raytraced.routing import RoutingNetwork
+from raytraced.sequence import WEIGHTINGS, Route, unroll
+
+# sequence(routing, entry_BN, *, stop, estimator, temperature, num_steps, seed, rows_B) -> Route
+sequence = Operation(
+    "sequence",
+    # one call, some twenty times faster: ordinary CPU tensors in single or double precision
+    Implementation("cpp", cpp_sequence.run, cannot=cpp_sequence.cannot),
+    # Algorithm 1 step by step: any device and precision
+    Implementation("plain", unroll, "plain"),
+)
+
+# Multiply-adds of a dense layer from which the sparse way, with its many small calls, is the faster one: measured on one
+# core for widths 16 to 512, forward and backward, with a tenth and with three tenths of the experts active.
+_SMALL_LAYER = 20_000_000
+
+
+def _small(experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream) -> str | None:
+    # Modules are run one by one anyway: each on its own rows.
+    if isinstance(experts, MLPExperts) and len(hidden_BD) * experts.num_experts * experts.num_weights < _SMALL_LAYER:
+        return f"fewer than {_SMALL_LAYER:,} multiply-adds a layer: running all experts takes fewer calls"
+    return None
+
+
+# experts(experts, hidden_BD, active_BLN, weights_BLN, stream) -> hidden_BD: a grid of which it is known who runs
+experts = Operation(
+    "experts",
+    # each MLP expert on its own rows in one call, at any size: ordinary CPU tensors of one precision
+    Implementation("cpp", cpp_experts.run, cannot=cpp_experts.cannot),
+    # each expert on its own rows: large layers, and experts of one's own
+    Implementation("sparse", run_sparse, "plain", unless=_small),
+    # all experts on all rows, masked
+    Implementation("dense", run_dense, "plain"),
+)
+
+# experts_layer(apart, layer, hidden_BD, weights_BN, active_BN) -> update_BD: one layer, for routers that choose step by step;
+# `apart` is unstacked(experts, hidden_BD), made once for a call
+experts_layer = Operation(
+    "experts_layer",
+    Implementation("cpp", cpp_experts.run_layer, cannot=cpp_experts.cannot_layer),
+    Implementation("sparse", run_layer_sparse, "plain"),
+)
+
+
+def raytrace_in_steps(
+    routing: RoutingNetwork,
+    grid: Experts,
+    hidden_BD: Tensor,
+    entry_BN: Tensor,
+    *,
+    weighting: str,
+    stream: Stream,
+    **options: Any,
+) -> tuple[Tensor, Route]:
+    """Find every row's sequence, weigh its experts and run them."""
+    route = sequence(routing, entry_BN, **options)
+    assert route.rates is not None
+    weights_BLN = WEIGHTINGS[weighting](route.active, route.rates.nodes)
+    return experts(grid, hidden_BD, route.active, weights_BLN, stream), route
+
+
+# raytrace(routing, grid, hidden_BD, entry_BN, *, weighting, stream, … as sequence) -> (hidden_BD, Route)
+raytrace = Operation(
+    "raytrace",
+    # all of it in one call: up to 64 rows through small experts without gradients, where calls cost more than arithmetic
+    Implementation("cpp", cpp_raytrace.run, cannot=cpp_raytrace.cannot, unless=cpp_raytrace.unless, declines=True),
+    # `sequence`, then the weighting, then `experts`, each by its own choice
+    Implementation("steps", raytrace_in_steps, "steps"),
+)
+
+
+def convolve(images: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    """Stages of 3×3 convolution with a border of zeros, ReLU and the maximum of each 2×2."""
+    for weight, bias in zip(weights, biases, strict=True):
+        images = F.max_pool2d(F.relu(F.conv2d(images, weight, bias, padding=1)), 2)
+    return images
+
+
+# convolution(images, weights, biases) -> images: (B, C, H, W), one weight (K, C, 3, 3) and bias (K,) for each stage
+convolution = Operation(
+    "convolution",
+    # all stages in one call: ordinary CPU tensors in single precision, not under torch.compile
+    Implementation("cpp", cpp_convolution.run, cannot=cpp_convolution.cannot),
+    Implementation("plain", convolve, "plain"),
+)
+
+
+def available() -> bool:
+    """Whether the compiled operations are there."""
+    return cpp_library.cpu is not None
+
+
+def why_not() -> str | None:
+    """Why they are not, None if they are."""
+    return cpp_library.reason
+
+
+def count_multiply_adds(run: Callable[[], object]) -> int:
+    """The multiply-adds of all matrix products and convolutions in a call, on the plain path, where PyTorch sees them."""
+    with use("plain"), FlopCounterMode(display=False) as counter, torch.no_grad():
+        run()
+    return counter.get_total_flops() // 2
+
+
+def expert_multiply_adds(experts: Experts, dim: int) -> int:
+    """The multiply-adds of one expert on one row (D,)."""
+    if isinstance(experts, MLPExperts):
+        return experts.num_weights
+    like = next(experts.parameters(), torch.empty(0))
+    return count_multiply_adds(lambda: experts.run_expert(0, 0, like.new_zeros(1, dim)))

@@ -1,0 +1,147 @@
+"""Sparse experts in the compiled library: one call for the whole grid (or one layer) forward, one backward.
+
+Only active experts run and only their rows; the sums have a fixed order, so that neither the threads nor the other rows of
+a batch change a result. Axes: B batch, L layers, N experts a layer, J linear layers of an expert, P pairs (row, expert),
+D width, O and K a linear layer's outputs and inputs.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raytraced.grid import Apart, Experts, MLPExperts, Stream, UnstackedExperts
+from raytraced.operations import cpp_library as library
+from raytraced.operations.cpp_gradients import GradientHome, empty_gradient
+from raytraced.operations.cpp_library import Int, LibraryCall, Pointer, Table, fields, point, table
+
+STREAMS = ("residual", "skip-sum", "last")  # the numbers of cpu/experts.h
+# Experts whose layer is larger than this are shared out over threads; below, rows are, and each chunk of rows keeps its
+# own copy of the weights' gradients.
+_LARGE_LAYER_BYTES = 2**20
+_CHUNK, _MOST_CHUNKS = 128, 16
+
+
+class Args(ctypes.Structure):
+    """struct ExpertsArgs of cpu/experts.h."""
+
+    _fields_ = [
+        *fields("batch layers experts linears is_double stream threads chunk num_chunks", Int),
+        *fields("rows offsets mix hidden states out results grad_out grad_hidden grad_mix grad_results", Pointer),
+        ("widths", ctypes.POINTER(Int)),
+        *fields("parameters inner gradients", Table),
+    ]
+
+
+_forward = library.bind("raytraced_experts_forward", ctypes.POINTER(Args))
+_backward = library.bind("raytraced_experts_backward", ctypes.POINTER(Args))
+_plan = library.bind("raytraced_experts_plan", Int, Int, Int, Pointer, Int, Int, Pointer, Pointer, result=Int)
+
+# What a call is given and gives: spec (stream, and perhaps where the gradients go), data (active,), tensors (hidden, mix,
+# *weights, *biases): (B, D), (B, L, N), J of (L, N, O, K), J of (L, N, O).
+_KEPT = ("states", "results", "rows", "offsets")  # (L − 1 or L, B, D), (P, D), (P or more,), (chunks, M + 1)
+
+
+def make_args(shape: Sequence[int], stream: int, chunk: int, parameters: Sequence[Tensor], **rest: Any) -> Args:
+    """What the library is told; the shape is (B, L, N)."""
+    (B, L, N), J, is_double = shape, len(parameters) // 2, parameters[0].dtype == torch.float64
+    widths = (Int * (J + 1))(parameters[0].shape[-1], *[weight.shape[-2] for weight in parameters[:J]])
+    numbers = (B, L, N, J, is_double, stream, torch.get_num_threads(), chunk, max(1, -(-B // chunk)))
+    return Args(*numbers, widths=widths, parameters=table(parameters), **rest)
+
+
+def _chunk(batch: int, num_layers: int, weights: Sequence[Tensor]) -> int:
+    """How many rows go down the layers together."""
+    large = sum([weight.nbytes for weight in weights]) > num_layers * _LARGE_LAYER_BYTES
+    return max(batch, 1) if large else max(_CHUNK, -(-batch // (16 * _MOST_CHUNKS)) * 16)
+
+
+def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    """Hidden vectors through all layers, each expert weighted; what is kept besides: hidden activations of all pairs."""
+    (hidden, mix, *parameters), active, stream = tensors, data[0], int(spec[0])
+    (B, L, N), D, weights = mix.shape, hidden.shape[-1], parameters[: len(parameters) // 2]
+    M, chunk = L * N, _chunk(B, L, weights)
+    num_chunks = max(1, -(-B // chunk))
+    # Who runs where: the rows of each expert, sorted by chunk, layer, expert and row, and where each expert's begin.
+    rows = torch.empty(B * M, dtype=torch.int32)
+    offsets = torch.empty(num_chunks, M + 1, dtype=torch.int64)
+    is_double = active.dtype == torch.float64
+    num_pairs = _plan(B, M, is_double, active.data_ptr(), chunk, num_chunks, rows.data_ptr(), offsets.data_ptr())
+
+    out, like = torch.empty_like(hidden), hidden.new_empty
+    kept = [like(L if STREAMS[stream] == "skip-sum" else L - 1, B, D), like(num_pairs, D), rows, offsets]
+    inner = [like(num_pairs, -(-weight.shape[-2] // 16) * 16) for weight in weights[:-1]] if keep else []
+    rest = point(("hidden", "mix", "out", *_KEPT), (hidden, mix, out, *kept))
+    if keep:
+        rest["inner"] = table(inner)
+    library.run(_forward, "experts", make_args(mix.shape, stream, chunk, parameters, **rest))
+    return [out, *kept, *inner] if keep else [out]
+
+
+def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    """Gradients of hidden, mix, weights and biases; experts without rows get zeros."""
+    hidden, mix, *parameters = tensors
+    gradients = [torch.empty_like(hidden), torch.empty_like(mix), torch.empty_like(kept[1])]
+    homes, layer = spec[1] if len(spec) > 1 else ((), 0)
+    weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
+    for weight, home in zip_longest(weights, homes):
+        gradients.append(empty_gradient(weight) if home is None else home.place(layer))
+    gradients += [empty_gradient(bias) for bias in biases]
+    names = ("hidden", "mix", *_KEPT, "grad_out", "grad_hidden", "grad_mix", "grad_results")
+    rest = point(names, (hidden, mix, *kept[:4], *grads, *gradients[:3]))
+    rest |= {"inner": table(kept[4:]), "gradients": table(gradients[3:])}
+    chunk = _chunk(mix.shape[0], mix.shape[1], weights)
+    library.run(_backward, "experts", make_args(mix.shape, int(spec[0]), chunk, parameters, **rest))
+    return [*gradients[:2], *gradients[3:]]
+
+
+def _empty(spec, data, tensors) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    return [torch.empty_like(tensors[0], memory_format=torch.contiguous_format)]
+
+
+call = LibraryCall("experts", forward, backward, _empty)
+
+
+def _unfit(hidden: Tensor, mix: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> str | None:
+    if hidden.dtype not in library.PRECISIONS:
+        return "hidden vectors in half precision"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast is on"
+    if any([parameter.dtype is not hidden.dtype for parameter in (*weights, *biases)]):
+        return "hidden vectors of another precision than the experts"
+    return library.why_unfit((hidden, mix, *weights, *biases))
+
+
+def cannot(experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream) -> str | None:
+    """Why the library cannot run this grid."""
+    if not isinstance(experts, MLPExperts):
+        return "experts of one's own"
+    return _unfit(hidden_BD, weights_BLN, *experts.stacks())
+
+
+def run(experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream) -> Tensor:
+    """What `raytraced.grid.run_dense` computes, with each expert on its own rows."""
+    assert isinstance(experts, MLPExperts)
+    active_BLN, weights_BLN = active_BLN.detach().to(hidden_BD.dtype), weights_BLN.to(hidden_BD.dtype)
+    weights, biases = experts.stacks()
+    return call((STREAMS.index(stream),), (active_BLN,), hidden_BD, weights_BLN, *weights, *biases)[0]
+
+
+def cannot_layer(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor) -> str | None:
+    """Why the library cannot run this layer."""
+    if not isinstance(apart, UnstackedExperts):
+        return "experts of one's own"
+    return _unfit(hidden_BD, weights_BN, *apart.layer_parameters(layer))
+
+
+def run_layer(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor) -> Tensor:
+    """What `raytraced.grid.run_layer_sparse` computes."""
+    assert isinstance(apart, UnstackedExperts)
+    active_BLN, weights_BLN = active_BN.detach().to(hidden_BD.dtype)[:, None], weights_BN.to(hidden_BD.dtype)[:, None]
+    homes = [weight if isinstance(weight, GradientHome) else None for weight in apart.weights]
+    spec: tuple[Any, ...] = (STREAMS.index("last"), *([(homes, layer)] if any(homes) else []))
+    parameters = [parameter[None] for part in apart.layer_parameters(layer) for parameter in part]
+    return call(spec, (active_BLN,), hidden_BD, weights_BLN, *parameters)[0]

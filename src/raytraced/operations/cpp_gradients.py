@@ -1,0 +1,117 @@
+"""Memory for the gradients of large parameters: used again, and one place for layers that are run by calls of their own."""
+
+import threading
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from raytraced.grid import Apart, Experts
+from raytraced.operations.cpp_library import why_unfit
+
+_HUGE_BYTES = 2**25
+
+
+class _Memory:
+    """Memory for a large parameter's gradient, used again once nobody holds the gradient before.
+
+    Fresh pages cost more than the arithmetic on them, every step anew, since so large a block goes back to the system as
+    soon as it is free. numpy's memory, because it asks for huge pages and because its views tell when they are let go.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        dtype = np.float64 if parameter.dtype == torch.float64 else np.float32
+        self.block = np.empty(tuple(parameter.shape), dtype)
+        self.lent: weakref.ref[np.ndarray] | None = None
+
+    def lend(self, parameter: Tensor) -> Tensor | None:
+        """A gradient in this memory, None where it is in use or does not fit."""
+        in_use = self.lent is not None and self.lent() is not None
+        if in_use or self.block.shape != parameter.shape or self.block.itemsize != parameter.itemsize:
+            return None
+        view = self.block[:]
+        self.lent = weakref.ref(view)
+        return torch.from_numpy(view)
+
+
+_memories, _memories_lock = WeakTensorKeyDictionary(), threading.Lock()
+
+
+def empty_gradient(parameter: Tensor) -> Tensor:
+    """A tensor for the gradient of a parameter, not filled in."""
+    if parameter.nbytes < _HUGE_BYTES:
+        return torch.empty(parameter.shape, dtype=parameter.dtype)
+    with _memories_lock:
+        memory = _memories.get(parameter)
+        gradient = memory.lend(parameter) if memory is not None else None
+        if gradient is None:
+            memory = _memories[parameter] = _Memory(parameter)
+            gradient = memory.lend(parameter)
+        assert gradient is not None
+        return gradient
+
+
+class GradientHome(Sequence[Tensor]):
+    """The layers of a large stacked parameter, as views, with one place for the gradient of all of them.
+
+    Each layer's call writes its gradient where it belongs; putting separate ones together would copy them all.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = parameter
+        self.gradient: Tensor | None = None
+        self.lent: set[int] = set()
+        self.layers: tuple[Tensor, ...] = _Unstack.apply(parameter, self)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, layer):  # type: ignore[no-untyped-def]
+        return self.layers[layer]
+
+    def place(self, layer: int) -> Tensor:
+        """Where a call may write the gradient (1, …) of one layer; a second call for the same layer gets its own."""
+        if self.gradient is None:
+            self.gradient, self.lent = empty_gradient(self.parameter), set()
+        if layer in self.lent:
+            return torch.empty_like(self.gradient[layer : layer + 1])
+        self.lent.add(layer)
+        return self.gradient[layer : layer + 1]
+
+
+class _Unstack(torch.autograd.Function):
+    """unbind(0) whose gradients are at home already, or are copied there."""
+
+    @staticmethod
+    def forward(ctx, parameter, home):  # type: ignore[no-untyped-def]
+        ctx.home = home
+        return parameter.unbind(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        home = ctx.home
+        whole, home.gradient = home.gradient, None
+        if whole is None:
+            whole = empty_gradient(home.parameter)
+        for place, grad in zip(whole.unbind(0), grads, strict=True):
+            if grad is None:
+                place.zero_()
+            elif grad.data_ptr() != place.data_ptr():
+                place.copy_(grad)
+        return whole, None
+
+
+def _unbind(parameter: Tensor) -> Sequence[Tensor]:
+    large = parameter.nbytes >= _HUGE_BYTES and parameter.requires_grad and why_unfit((parameter,)) is None
+    return GradientHome(parameter) if large else parameter.unbind(0)
+
+
+def unstacked(experts: Experts, hidden_BD: Tensor) -> Apart:
+    """A grid for one call that runs it layer by layer on these vectors, its parameters taken apart once."""
+    special = torch.compiler.is_compiling() or not torch.is_grad_enabled() or why_unfit((hidden_BD,)) is not None
+    return experts.unstacked() if special else experts.unstacked(_unbind)

@@ -1,0 +1,126 @@
+"""The activation sequence in the compiled library: one call forward, one backward, only the draws kept between.
+
+Axes: B batch, L layers, N experts a layer, M = L·N nodes, O = N + 1 outlets, T steps.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raytraced.operations import cpp_library as library
+from raytraced.operations.cpp_library import Float, Int, LibraryCall, Pointer, fields, point
+from raytraced.routing import Rates, RoutingNetwork
+from raytraced.sequence import RATE_FLOOR, Estimator, Route, Stop
+
+ESTIMATORS = ("straight-through", "reinmax", "gumbel")  # the numbers of cpu/sequence.h
+STOPS = ("drawn", "dominant")
+
+
+class Args(ctypes.Structure):
+    """struct SequenceArgs of cpu/sequence.h."""
+
+    _fields_ = [
+        *fields("batch layers experts steps is_double estimator stop threads", Int),
+        *fields("temperature rate_floor", Float),
+        *fields("first inner entry seed rows active nodes num_active rates output", Pointer),
+        *fields("grad_active grad_rates grad_output grad_first grad_inner grad_entry", Pointer),
+    ]
+
+
+_forward = library.bind("raytraced_sequence_forward", ctypes.POINTER(Args))
+_backward = library.bind("raytraced_sequence_backward", ctypes.POINTER(Args))
+
+# What a call is given and gives: spec (L, T, estimator, stop, temperature), data, tensors, and the tensors of a route.
+DATA = ("seed", "rows")  # no seed: greedy; no rows: 0 … B − 1
+_TENSORS = ("entry", "first", "inner")  # (B, N), (N, O), (L − 2, N, O, N); gates as far as there are any
+ROUTE = ("active", "rates", "output", "nodes", "num_active")
+
+
+def describe(
+    routing: RoutingNetwork,
+    entry_BN: Tensor,
+    *,
+    stop: Stop,
+    estimator: Estimator,
+    temperature: float,
+    num_steps: int,
+    seed: Tensor | None,
+    rows_B: Tensor | None,
+) -> tuple[tuple[Any, ...], list[Tensor], list[Tensor]]:
+    """The arguments of the operation as spec, data and tensors."""
+    if entry_BN.ndim != 2 or entry_BN.shape[1] != routing.num_experts:
+        raise ValueError(
+            f"entry has shape {tuple(entry_BN.shape)}: must be (batch, {routing.num_experts}), "
+            "one rate for each expert of the first layer"
+        )
+    spec = routing.num_layers, num_steps, ESTIMATORS.index(estimator), STOPS.index(stop), float(temperature)
+    data = (
+        [] if seed is None else [seed] if rows_B is None else [seed, rows_B.to(seed.device, torch.int64).contiguous()]
+    )
+    first, inner = routing.gate_first, routing.gate_inner
+    tensors = [entry_BN] if first is None else [entry_BN, first] if inner is None else [entry_BN, first, inner]
+    if first is not None and first.dtype != entry_BN.dtype:
+        tensors = [tensor.to(entry_BN.dtype) for tensor in tensors]
+    return spec, data, tensors
+
+
+def make_args(spec: Sequence[float], data: Sequence[Tensor], tensors: Sequence[Tensor], **pointers: int) -> Args:
+    """What the library is told."""
+    L, T, estimator, stop, temperature = spec
+    B, N = tensors[0].shape
+    return Args(
+        *(B, int(L), N, int(T), tensors[0].dtype == torch.float64, int(estimator), int(stop), torch.get_num_threads()),
+        temperature,
+        RATE_FLOOR,
+        **point(DATA, data),
+        **point(_TENSORS, tensors),
+        **pointers,
+    )
+
+
+def empty(spec: Sequence[float], data: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of a route, not filled in."""
+    (B, N), L, T, like = tensors[0].shape, int(spec[0]), int(spec[1]), tensors[0].new_empty
+    return [like(B, L, N), like(B, L, N), like(B), like(B, T, dtype=torch.int64), like(B, dtype=torch.int64)]
+
+
+def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    """What each sample activates."""
+    route = empty(spec, data, tensors)
+    args = make_args(spec, data, tensors, **point(ROUTE, route))
+    library.run(_forward, "activation sequence", args)
+    return route
+
+
+def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    """Gradients of the entry and of the gates, back through every draw."""
+    gradients = [torch.empty_like(tensor) for tensor in tensors]
+    names = (*(f"grad_{name}" for name in ROUTE[:3]), *(f"grad_{name}" for name in _TENSORS))
+    args = make_args(spec, data, tensors, **point(ROUTE[3:], kept), **point(names, (*grads, *gradients)))
+    library.run(_backward, "activation sequence", args)
+    return gradients
+
+
+call = LibraryCall("activation_sequence", forward, backward, empty, num_answers=3, num_returned=5)
+
+
+def as_route(tensors: Sequence[Tensor]) -> Route:
+    """What a call gives as the operation's answer."""
+    active_BLN, rates_BLN, output_B, nodes_BT, num_active_B = tensors
+    return Route(active_BLN, nodes_BT, num_active_B, Rates(rates_BLN, output_B))
+
+
+def cannot(routing: RoutingNetwork, entry_BN: Tensor, **options: object) -> str | None:
+    """Why the library cannot find these sequences."""
+    if entry_BN.dtype not in library.PRECISIONS:
+        return "entry rates in half precision"
+    return library.why_unfit((entry_BN, routing.gate_first, routing.gate_inner))
+
+
+def run(routing: RoutingNetwork, entry_BN: Tensor, **options: Any) -> Route:
+    """What `raytraced.sequence.unroll` computes."""
+    spec, data, tensors = describe(routing, entry_BN, **options)
+    return as_route(call(spec, data, *tensors))

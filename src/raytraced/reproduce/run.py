@@ -1,0 +1,231 @@
+"""Trains many runs with one worker process a core; stopped at any moment, the same call goes on where it was."""
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from queue import SimpleQueue
+
+from rich.console import Console
+
+from raytraced.files import write_file
+from raytraced.progress import clock
+from raytraced.reproduce.plan import Run
+from raytraced.reproduce.records import Record, Store, read_line, write_line
+from raytraced.training.interrupt import Interrupted, listen
+from raytraced.training.run_folder import RunFolder
+
+LOCK_SECONDS = 30  # a worker that outlived its runner needs a moment to save
+MOST_BUDGETS = 20
+HISTORY = ("train_loss", "train_accuracy", "validation_accuracy", "validation_experts", "seconds")
+VALIDATION = ("num_samples", "accuracy", "loss", "calibration_error", "mean_experts", "accuracy_per_class",
+              "experts_per_class", "expert_load")  # fmt: skip
+
+
+class Stopped(Exception):  # noqa: N818 (not an error)
+    """Asked to stop; everything is saved."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by signal {number}")
+        self.exit_code = 128 + number
+
+
+def run_all(
+    runs: Sequence[Run], work: Path, records: Path, num_workers: int, data_root: str | None = None
+) -> dict[str, str]:
+    """Bring all runs to their end and keep their records; returns what failed, by key.
+
+    Raises:
+        Stopped: on SIGINT or SIGTERM, after the workers have saved.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    failures: dict[str, str] = {}
+    with locked(work / ".runner"):
+        with locked(work / ".workers"):  # those of a runner that was killed have gone
+            store = Store(records)
+        missing = [run for run in runs if publish(run, work, store) is None]
+        missing.sort(key=lambda run: -run.expected_seconds)
+        if not missing:
+            return failures
+        num_workers, started = min(num_workers, len(missing)), time.monotonic()
+        crew, console = Crew(num_workers, work, data_root), Console(stderr=True)
+        with listen() as request, ThreadPoolExecutor(num_workers) as pool, console.status("starting") as status:
+            try:
+                pending = {pool.submit(crew.train, run): run for run in missing}
+                while pending:
+                    if request.number:
+                        raise Stopped(request.number)
+                    for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
+                        run = pending.pop(future)
+                        record = publish(run, work, store)
+                        problem = future.result() or ("left no record" if record is None else record.error)
+                        failures |= {run.key: problem} if problem else {}
+                        left = time_left(missing, list(pending.values()), time.monotonic() - started)
+                        told = f"[{len(runs) - len(pending)}/{len(runs)}] {describe(run, record, problem)}  ({left})"
+                        console.print(told, highlight=False, markup=False, soft_wrap=True)
+                    left = time_left(missing, list(pending.values()), time.monotonic() - started)
+                    at_work = ", ".join(run.key for future, run in pending.items() if future.running())
+                    status.update(f"{len(pending)} runs to go, {left}; at work: {at_work}")
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+                crew.stop()
+    return failures
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One runner at a time; the lock goes with the process, however it ends."""
+    with path.open("w") as file:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES) or time.monotonic() > deadline:
+                    message = f"{path.parent}: another `raytraced reproduce` is at work here; wait or stop it"
+                    raise ValueError(message) from None
+                time.sleep(0.2)
+        yield
+
+
+def publish(run: Run, work: Path, store: Store) -> Record | None:
+    """Keep the record of a finished run where results are kept; None while the run is not over."""
+    path = work / run.folder / "record.json"
+    record = read_line(path.read_text(encoding="utf-8")) if path.exists() else None
+    if record is not None and store.find(run) != record:
+        store.put(record)
+    return record
+
+
+def describe(run: Run, record: Record | None, problem: str | None) -> str:
+    """A run that has ended, in a reader's words."""
+    told = f"failed: {problem}"
+    if record is not None and not problem:
+        told = f"test {record.accuracy:.2%}, {record.experts:.2f} experts, {clock(record.seconds)}"
+    return f"{run.data} {run.label} seed {run.seed}{'' if run.group == 'main' else f' ({run.group})'}: {told}"
+
+
+def time_left(runs: Sequence[Run], to_go: Sequence[Run], seconds: float) -> str:
+    """A guess from how long the runs that are done took, against what was expected of them."""
+    together, expected = (sum(run.expected_seconds for run in some) for some in (runs, to_go))
+    pace = seconds / (together - expected) if together > expected else 1.0
+    return f"{clock(expected * pace)} left" if to_go else "all done"
+
+
+class Crew:
+    """Worker processes, each started when there is a run for it."""
+
+    def __init__(self, num_workers: int, work: Path, data_root: str | None) -> None:
+        self.place = work, data_root
+        self.processes: list[SpawnProcess] = []
+        self.idle: SimpleQueue[tuple[SpawnProcess, Connection] | None] = SimpleQueue()
+        for _ in range(num_workers):
+            self.idle.put(None)
+
+    def start(self) -> tuple[SpawnProcess, Connection]:
+        """A new worker, and our end of the pipe to it."""
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs, *self.place), daemon=True)
+        process.start()
+        theirs.close()  # so that our end notices when the worker is gone
+        self.processes.append(process)
+        return process, ours
+
+    def train(self, run: Run) -> str | None:
+        """Let a worker train a run, in a thread that waits for it; returns what went wrong."""
+        process, pipe = self.idle.get() or self.start()
+        try:
+            pipe.send(run)
+            problem: str | None = pipe.recv()
+            self.idle.put((process, pipe))
+        except (EOFError, OSError):
+            process.join()
+            problem = f"its process ended with code {process.exitcode}"
+            self.idle.put(None)
+        return problem
+
+    def stop(self) -> None:
+        """Ask everyone to stop; a run at work saves itself."""
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.join()
+
+
+def serve(pipe: Connection, work: Path, data_root: str | None) -> None:
+    """The worker: train every run that comes through the pipe on one core; answer with None, or with what went wrong."""
+    os.setsid()  # Ctrl-C is the runner's: it asks the workers to stop
+    os.dup2(2, 1)  # what libraries print is no part of the runner's output
+    os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    threading.Thread(target=end_with_runner, daemon=True).start()
+    with (work / ".workers").open("w") as file, suppress(EOFError):
+        fcntl.flock(file, fcntl.LOCK_SH)  # while a worker lives, no other runner starts, even if its own was killed
+        while True:
+            run, problem = pipe.recv(), None
+            try:
+                perform(run, work, data_root)
+            except Interrupted as stop:
+                raise SystemExit(stop.exit_code) from None
+            except (ValueError, OSError) as error:
+                problem = str(error)
+            pipe.send(problem)
+
+
+def end_with_runner() -> None:
+    """If the runner is killed, ask this process to stop: a run at work saves itself."""
+    runner = multiprocessing.parent_process()
+    assert runner is not None
+    runner.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def perform(run: Run, work: Path, data_root: str | None) -> None:
+    """Train a run, or go on with it; the record in its folder says that it is done."""
+    from raytraced.training.faults import Diverged
+    from raytraced.training.loop import train
+
+    folder = RunFolder(work / run.folder)
+    started = (folder.path / "config.yaml").exists()
+    config = replace(run.config, output=str(work), name=run.folder, data_root=data_root)
+    try:
+        if folder.read_summary() is None:
+            train(config, folder if started else None, pictures=False)
+        record = make_record(run, folder)
+    except Diverged as error:
+        record = Record(**vars(run), error=str(error).partition(";")[0])
+    write_file(folder.path / "record.json", write_line(record))
+    for leftover in ("last", "events", "best"):
+        shutil.rmtree(folder.path / leftover, ignore_errors=True)
+
+
+def make_record(run: Run, folder: RunFolder) -> Record:
+    """What a finished run's folder tells, without what can be worked out from the rest."""
+    summary, epochs = folder.read_summary(), folder.read_metrics()
+    assert summary is not None
+    validation, test = summary["validation"], summary["test"]
+    rows, validated = test.get("budgets", [])[: MOST_BUDGETS + 1], validation.get("budgets", [])
+    validated += validated[-1:] * (len(rows) - len(validated))  # no validation image runs as many: the answers stay
+    return Record(
+        **vars(run),
+        **{name: summary[name] for name in ("best_epoch", "parameters", "seconds", "versions")},
+        history={name: [epoch[name] for epoch in epochs] for name in HISTORY},
+        validation={name: validation[name] for name in VALIDATION},
+        test={name: value for name, value in test.items() if name != "budgets" and value is not None},
+        budgets=[
+            {"validation_accuracy": other["accuracy"], "validation_macs": other["macs"]} | row
+            for row, other in zip(rows, validated, strict=False)
+        ],
+    )

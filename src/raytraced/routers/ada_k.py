@@ -1,0 +1,127 @@
+"""ada-k: top-k with a small allocator a layer that draws k for each sample, trained by policy gradient (Yue et al. 2025).
+
+Axes: B batch, L layers, N experts a layer (and choices of k), D width.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raytraced.layer import Choice, Draws, Router, Work
+from raytraced.routers.choosing import softmax_over
+from raytraced.sequence import Route
+from raytraced.words import require
+
+
+class Decision(NamedTuple):
+    """What the allocator of a layer drew, and what its judge expected (B,)."""
+
+    num_experts: Tensor
+    log_ratio: Tensor  # log π(k) − log π_old(k), 0 where nothing was learnt since the draw
+    entropy: Tensor
+    value: Tensor
+
+
+class AdaK(Router):
+    """The k likeliest experts of a layer, k drawn in training by the allocator as it was when last copied, else its mode.
+
+    PPO: `policy_steps` batches are drawn under one copy (π_old) and each moves the allocator once, its ratio clipped to
+    1 ± `clip`. The reward is −(task loss) − `expert_cost`·(experts run); a linear critic a layer predicts it, `entropy`
+    weighs a bonus for staying undecided. Neither allocator nor critic sends a gradient into the hidden vectors.
+    """
+
+    old_weight: Tensor  # (L, N, D)
+    old_bias: Tensor  # (L, N)
+    num_calls: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        num_layers: int,
+        num_experts: int,
+        *,
+        clip: float = 0.2,
+        policy_steps: int = 4,
+        entropy: float = 0.01,
+        expert_cost: float = 0.0,
+    ) -> None:
+        super().__init__(dim, num_layers, num_experts)
+        require(clip > 0, "clip", clip, "must be positive")
+        require(policy_steps >= 1, "policy_steps", policy_steps, "must be at least 1")
+        require(entropy >= 0, "entropy", entropy, "must not be negative")
+        require(expert_cost >= 0, "expert_cost", expert_cost, "must not be negative")
+        self.clip, self.policy_steps, self.entropy, self.expert_cost = clip, policy_steps, entropy, expert_cost
+        self.allocator_weight = nn.Parameter(torch.zeros(num_layers, num_experts, dim))
+        self.allocator_bias = nn.Parameter(torch.zeros(num_layers, num_experts))
+        self.critic_weight = nn.Parameter(torch.zeros(num_layers, dim))
+        self.critic_bias = nn.Parameter(torch.zeros(num_layers))
+        # Buffers, not attributes: a resumed run must go on with the same π_old.
+        self.register_buffer("old_weight", self.allocator_weight.detach().clone())
+        self.register_buffer("old_bias", self.allocator_bias.detach().clone())
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
+
+    def reset_parameters(self) -> None:
+        bound = self.allocator_weight.shape[-1] ** -0.5
+        nn.init.uniform_(self.allocator_weight, -bound, bound)
+        self.copy_policy()
+
+    @torch.no_grad()
+    def copy_policy(self) -> None:
+        """From now on, draw from the allocators as they are."""
+        self.old_weight.copy_(self.allocator_weight)
+        self.old_bias.copy_(self.allocator_bias)
+
+    def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:
+        if self.training and step == 0:
+            if int(self.num_calls) % self.policy_steps == 0:
+                self.copy_policy()
+            self.num_calls += 1
+        logits_BN = self.gate_logits(step, hidden_BD)
+        decision = self.draw(step, hidden_BD.detach(), draws) if self.training else None
+        index_B = self.mode(step, hidden_BD) if decision is None else decision.num_experts - 1
+        rank_BN = logits_BN.detach().argsort(-1, descending=True).argsort(-1)
+        chosen_BN = rank_BN <= index_B[:, None]
+        weights_BN = softmax_over(logits_BN, chosen_BN)
+        return Choice(chosen_BN.to(weights_BN.dtype), weights_BN, decision=decision)
+
+    def mode(self, layer: int, hidden_BD: Tensor) -> Tensor:
+        """The likeliest k − 1 (B,)."""
+        return F.linear(hidden_BD, self.allocator_weight[layer], self.allocator_bias[layer]).argmax(-1)
+
+    def draw(self, layer: int, hidden_BD: Tensor, draws: Draws) -> Decision:
+        """k (B,) drawn from π_old, and what the policy loss needs to know of it."""
+        dtype = torch.promote_types(hidden_BD.dtype, torch.float32)
+        old_logits_BN = F.linear(hidden_BD, self.old_weight[layer], self.old_bias[layer]).to(dtype)
+        reached_BN = old_logits_BN.softmax(-1).double().cumsum(-1)
+        index_B = (reached_BN < draws.uniform(layer)[:, None] * reached_BN[:, -1:]).sum(-1)
+        logits_BN = F.linear(hidden_BD, self.allocator_weight[layer], self.allocator_bias[layer]).to(dtype)
+        log_probs_BN = logits_BN.log_softmax(-1)
+        log_ratio_B = (log_probs_BN - old_logits_BN.log_softmax(-1)).gather(-1, index_B[:, None])[:, 0]
+        entropy_B = -(log_probs_BN.exp() * log_probs_BN).sum(-1)
+        value_B = (hidden_BD @ self.critic_weight[layer] + self.critic_bias[layer]).to(dtype)
+        return Decision(index_B + 1, log_ratio_B, entropy_B, value_B)
+
+    def policy_loss(self, decisions: list[Decision], experts_B: Tensor, losses_B: Tensor) -> Tensor:
+        """PPO's loss for the decisions of one call, given what they led to."""
+        made = Decision(*(torch.stack(field, -1) for field in zip(*decisions, strict=True)))
+        reward_B = -losses_B.detach() - self.expert_cost * experts_B
+        advantage_BL = reward_B[:, None] - made.value.detach()
+        ratio_BL = made.log_ratio.exp()
+        clipped_BL = ratio_BL.clamp(1 - self.clip, 1 + self.clip)
+        gain_BL = torch.minimum(ratio_BL * advantage_BL, clipped_BL * advantage_BL)
+        critic_BL = (made.value - reward_B[:, None]) ** 2 / 2
+        loss_BL = critic_BL - gain_BL - self.entropy * made.entropy
+        return loss_BL.sum() / max(loss_BL.numel(), 1)
+
+    def work(self, route: Route) -> Work:
+        gates, weight = super().work(route), self.allocator_weight.numel()
+        # The critic is needed in training only.
+        return Work(gates.multiply_adds + weight, gates.parameters + weight + self.allocator_bias.numel())
+
+    def extra_repr(self) -> str:
+        return (
+            f"clip={self.clip}, policy_steps={self.policy_steps}, entropy={self.entropy}, "
+            f"expert_cost={self.expert_cost}"
+        )

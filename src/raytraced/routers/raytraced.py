@@ -1,0 +1,241 @@
+"""Raytraced experts: an entry gate, the routing network, the activation sequence and experts as one layer.
+
+Axes: B batch, L layers, N experts a layer, O = N + 1 outlets of a gate, D width, T steps.
+"""
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from raytraced import operations
+from raytraced.draws import new_seed
+from raytraced.grid import Stream, run_dense
+from raytraced.layer import Call, Choice, LayerOutput, RoutedLayer, Router, Work, flat, make_grid
+from raytraced.routing import RoutingNetwork
+from raytraced.sequence import WEIGHTINGS, Estimator, Route, Select, Stop, check_sequence_options
+from raytraced.words import require, require_one_of
+
+Weighting = Literal["unit", "rates-to-one", "rates"]
+MaskGradient = Literal["all", "active"]
+
+# What the paper's text says, taken as written, and τ = 20, which it leaves open. Every default below is our recipe.
+PAPER = {
+    "stream": "last",
+    "weighting": "unit",
+    "mask_gradient": "all",
+    "estimator": "gumbel",
+    "temperature": 20.0,
+    "train_select": "sample",
+    "reach": 0.0,
+}
+
+
+def activation_sequence(
+    routing: RoutingNetwork,
+    entry: Tensor,
+    *,
+    select: Select = "sample",
+    stop: Stop = "drawn",
+    estimator: Estimator = "reinmax",
+    temperature: float = 20.0,
+    max_experts: int | None = None,
+    generator: torch.Generator | None = None,
+    rows: Tensor | None = None,
+) -> Route:
+    """Find every sample's activation sequence from its entry rates (B, N), before any expert runs.
+
+    One seed is taken from `generator`; what a sample draws then depends on that seed and its row number alone
+    (`rows`, default 0 … B − 1: pass the numbers of a larger batch to draw as its part).
+    """
+    check_sequence_options(
+        select=select, stop=stop, estimator=estimator, temperature=temperature, max_experts=max_experts
+    )
+    return operations.sequence(
+        routing,
+        entry.to(torch.promote_types(entry.dtype, torch.float32)),
+        stop=stop,
+        estimator=estimator,
+        temperature=temperature,
+        num_steps=routing.num_nodes if max_experts is None else min(max_experts, routing.num_nodes),
+        seed=new_seed(generator, entry.device) if select == "sample" else None,
+        rows_B=flat("rows", rows, entry.shape[:1]),
+    )
+
+
+class RaytracedRouter(Router):
+    """The paper's router: rays that enter by a gate on the hidden vector, and the set of nodes that they light."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_layers: int,
+        num_experts: int,
+        *,
+        weighting: Weighting,
+        estimator: Estimator,
+        temperature: float,
+        stop: Stop,
+        train_select: Select,
+        scale_init: bool,
+        reach: float,
+    ) -> None:
+        super().__init__(dim, num_layers, num_experts, num_outlets=0)
+        require_one_of("weighting", weighting, WEIGHTINGS)
+        require_one_of("train_select", train_select, get_args(Select))
+        check_sequence_options(select=train_select, stop=stop, estimator=estimator, temperature=temperature)
+        self.weighting, self.estimator, self.temperature = weighting, estimator, temperature
+        self.stop, self.train_select = stop, train_select
+        self.routing = RoutingNetwork(num_layers, num_experts, scale_init=scale_init, reach=reach)
+        self.gate = nn.Linear(dim, num_experts)
+
+    def entry(self, hidden_BD: Tensor) -> Tensor:
+        """The rates that enter the first layer (B, N), at least in float32."""
+        logits_BN = self.gate(hidden_BD)
+        return logits_BN.softmax(-1, dtype=torch.promote_types(logits_BN.dtype, torch.float32))
+
+    def how(self, call: Call) -> Select:
+        """Greedy unless asked otherwise; in training as the layer was made."""
+        return call.select or (self.train_select if self.training else "greedy")
+
+    def sequence(self, entry_BN: Tensor, call: Call) -> Route:
+        """The activation sequences that these entry rates lead to; no expert runs."""
+        return activation_sequence(
+            self.routing,
+            entry_BN,
+            select=self.how(call),
+            stop=self.stop,
+            estimator=self.estimator,
+            temperature=self.temperature,
+            max_experts=call.max_experts,
+            generator=call.generator,
+            rows=call.rows,
+        )
+
+    def weigh(self, route: Route) -> Tensor:
+        """How much each expert's output counts (B, L, N)."""
+        assert route.rates is not None
+        return WEIGHTINGS[self.weighting](route.active, route.rates.nodes)
+
+    def plan(self, hidden_BD: Tensor, call: Call) -> Choice:
+        """The whole path is a function of the layer's input: it is known before any expert runs."""
+        route = self.sequence(self.entry(hidden_BD), call)
+        return Choice(route.active, self.weigh(route), route=route)
+
+    def work(self, route: Route) -> Work:
+        """The entry gate, and the gates that sequences evaluate, each step redoing no more than it changed.
+
+        A new node evaluates its own gate, and those of the active nodes in all layers below it, whose inputs it has changed.
+        Nodes beside it and above it keep theirs. Inactive nodes need none: their firing rate is a sum.
+        """
+        assert route.nodes is not None
+        N, L, nodes = self.num_experts, self.num_layers, route.nodes
+        gate_L = torch.tensor(self.gate_sizes(), device=nodes.device)
+        layers_L = torch.arange(L, device=nodes.device)
+        count_BL = torch.zeros(*nodes.shape[:-1], L, dtype=torch.int64, device=nodes.device)
+        work_B = count_BL.new_zeros(nodes.shape[:-1])
+        for node_B in nodes.unbind(-1):
+            drawn_B1 = (node_B >= 0)[..., None]
+            layer_B1 = (node_B // N)[..., None]
+            count_BL = count_BL + (drawn_B1 & (layers_L == layer_B1))
+            redone_BL = torch.where(layers_L == layer_B1, 1, count_BL) * (layers_L >= layer_B1) * drawn_B1
+            work_B = work_B + (redone_BL * gate_L).sum(-1)
+        entry = sum(parameter.numel() for parameter in self.gate.parameters())
+        return Work(work_B + self.gate.weight.numel(), (count_BL * gate_L).sum(-1) + entry)
+
+    def gate_sizes(self) -> list[int]:
+        """The multiply-adds of one node's gate, W·x with W (O, K), in each layer; also its parameters. The last has none."""
+        N, L = self.num_experts, self.num_layers
+        return [(N + 1) * (1 if layer == 0 else N) if layer < L - 1 else 0 for layer in range(L)]
+
+    def extra_repr(self) -> str:
+        return f"weighting={self.weighting}, estimator={self.estimator}, stop={self.stop}, train_select={self.train_select}"
+
+
+class RaytracedExperts(RoutedLayer):
+    """A grid of experts of which every input vector runs its own sequence; hidden (..., D) in and out.
+
+    The defaults are our recipe; `RaytracedExperts(dim, num_layers, num_experts, **PAPER)` is the paper's.
+    """
+
+    answers_along_the_way = True
+    router: RaytracedRouter
+
+    def __init__(
+        self,
+        dim: int,
+        num_layers: int,
+        num_experts: int,
+        *,
+        expert: Callable[[], nn.Module] | None = None,
+        hidden: int | None = None,
+        num_hidden: int = 2,
+        stream: Stream = "residual",
+        weighting: Weighting = "rates-to-one",
+        mask_gradient: MaskGradient = "active",
+        estimator: Estimator = "reinmax",
+        temperature: float = 20.0,
+        stop: Stop = "drawn",
+        train_select: Select = "greedy",
+        scale_init: bool = True,
+        reach: float = 10.0,
+    ) -> None:
+        require_one_of("mask_gradient", mask_gradient, get_args(MaskGradient))
+        router = RaytracedRouter(
+            dim,
+            num_layers,
+            num_experts,
+            weighting=weighting,
+            estimator=estimator,
+            temperature=temperature,
+            stop=stop,
+            train_select=train_select,
+            scale_init=scale_init,
+            reach=reach,
+        )
+        super().__init__(
+            router, make_grid(dim, num_layers, num_experts, expert, hidden, num_hidden), dim, stream=stream
+        )
+        self.mask_gradient = mask_gradient
+
+    def run(self, hidden_BD: Tensor, call: Call) -> LayerOutput:
+        if torch.is_grad_enabled():
+            if self.mask_gradient == "active":
+                return super().run(hidden_BD, call)
+            # A mask's gradient is what its expert would give: inactive experts run too.
+            plan = self.router.plan(hidden_BD, call)
+            assert plan.route is not None
+            return LayerOutput(
+                run_dense(self.experts, hidden_BD, plan.active, plan.weights, self.stream, True), plan.route
+            )
+        router, routing, budget = self.router, self.router.routing, call.max_experts
+        require(budget is None or budget >= 0, "max_experts", budget, "must be at least 0, or None for no budget")
+        select = router.how(call)
+        require_one_of("select", select, get_args(Select))
+        hidden_BD, route = operations.raytrace(
+            routing,
+            self.experts,
+            hidden_BD,
+            router.entry(hidden_BD),
+            weighting=router.weighting,
+            stream=self.stream,
+            stop=router.stop,
+            estimator=router.estimator,
+            temperature=router.temperature,
+            num_steps=routing.num_nodes if budget is None else min(budget, routing.num_nodes),
+            seed=new_seed(call.generator, hidden_BD.device) if select == "sample" else None,
+            rows_B=call.rows,
+        )
+        return LayerOutput(hidden_BD, route)
+
+    def check(self, hidden: Tensor) -> None:
+        super().check(hidden)
+        expected = self.router.gate.weight.dtype
+        if hidden.dtype != expected and not torch.is_autocast_enabled(hidden.device.type):
+            raise ValueError(
+                f"hidden is {hidden.dtype}: must be {expected} as the parameters; convert one, or use autocast"
+            )
+
+    def extra_repr(self) -> str:
+        return f"stream={self.stream}, mask_gradient={self.mask_gradient}"

@@ -1,0 +1,58 @@
+"""top-any: each expert has a direction and a threshold, and runs where the input is similar enough (DynMoE, Guo et al. 2024).
+
+Axes: B batch, L layers, N experts a layer, D width.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raytraced.layer import Choice, Draws, Router, Work
+from raytraced.sequence import Route
+from raytraced.words import require
+
+
+class TopAny(Router):
+    """An expert runs where σ(cosine similarity) exceeds σ(its threshold), the nearest if none does; outputs are averaged.
+
+    The grid is fixed: the reference's adding and removing of experts while training is left out. `diversity` weighs its
+    loss, which keeps the directions apart and short.
+    """
+
+    def __init__(self, dim: int, num_layers: int, num_experts: int, *, diversity: float = 0.01) -> None:
+        super().__init__(dim, num_layers, num_experts, num_outlets=0)
+        require(diversity >= 0, "diversity", diversity, "must not be negative")
+        self.diversity = diversity
+        self.directions = nn.Parameter(torch.zeros(num_layers, num_experts, dim))
+        self.thresholds = nn.Parameter(torch.zeros(num_layers, num_experts))
+
+    def reset_parameters(self) -> None:
+        bound = self.directions.shape[-1] ** -0.5
+        nn.init.uniform_(self.directions, -bound, bound)
+
+    def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:
+        directions_ND = F.normalize(self.directions[step], dim=-1)
+        similarity_BN = F.linear(F.normalize(hidden_BD, dim=-1), directions_ND)
+        similarity_BN = similarity_BN.to(torch.promote_types(similarity_BN.dtype, torch.float32))
+        margin_BN = similarity_BN.sigmoid() - self.thresholds[step].sigmoid()
+        nearest_BN = F.one_hot(margin_BN.argmax(-1), self.num_experts).bool()
+        open_BN = (margin_BN > 0) | (nearest_BN & (margin_BN.amax(-1, keepdim=True) <= 0))
+        # Straight through: the difference is exactly 0, so the mask stays exactly 0 or 1.
+        active_BN = open_BN.to(margin_BN.dtype) + (margin_BN - margin_BN.detach())
+        weights_BN = active_BN / open_BN.sum(-1, keepdim=True)
+        if not (self.diversity and self.training):
+            return Choice(active_BN, weights_BN)
+        return Choice(active_BN, weights_BN, self.diversity * diversity_loss(self.directions[step]))
+
+    def work(self, route: Route) -> Work:
+        return Work(self.directions.numel(), self.directions.numel() + self.thresholds.numel())
+
+    def extra_repr(self) -> str:
+        return f"diversity={self.diversity}"
+
+
+def diversity_loss(directions_ND: Tensor) -> Tensor:
+    """How far the directions are from orthogonal, ‖ŴŴᵀ − I‖, plus their mean length."""
+    unit_ND = F.normalize(directions_ND, dim=-1)
+    excess_NN = unit_ND @ unit_ND.mT - torch.eye(len(unit_ND), dtype=unit_ND.dtype, device=unit_ND.device)
+    return torch.linalg.matrix_norm(excess_NN) + directions_ND.norm(dim=-1).mean()

@@ -1,0 +1,176 @@
+"""The user's own images: a folder with one sub-folder a class, or an .npz file.
+
+Legend: n samples, C channels, H and W height and width.
+"""
+
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile, is_zipfile
+from zlib import error as ZlibError
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raytraced.data.sources import say
+from raytraced.tasks.images.dataset import Dataset, build_dataset
+from raytraced.tasks.images.reading import read_image
+
+_KEYS = ("x_train", "y_train", "x_test", "y_test")
+_MAX_TOLD = 10  # bad files named in one message
+_MAX_CLASSES = 65536
+
+
+def load_folder(folder: Path, *, size: int = 32, colour: bool | None = None, skip_bad: bool = False) -> Dataset:
+    """Return the images below a folder, one sub-folder a class, or train/ and test/ with one sub-folder a class each.
+
+    Every image is turned upright, cut to its middle square and resized to size x size.  Without train/ and test/, one
+    image in five of each class, by a fixed rule, is the test split.
+    """
+    if size < 1:
+        raise ValueError(f"size={size}: must be at least 1")
+    is_split = {path.name for path in _visible(folder) if path.is_dir()} == {"train", "test"}
+    sides = [folder / "train", folder / "test"] if is_split else [folder]
+    paths_by_class = [_class_files(side) for side in sides]
+    class_names = tuple(paths_by_class[0])
+    if len(class_names) < 2:
+        raise ValueError(f"{sides[0]}: {len(class_names)} sub-folders with images, at least 2 are needed, one a class")
+    if unknown := paths_by_class[-1].keys() - set(class_names):
+        raise ValueError(f"{sides[-1]}: classes {sorted(unknown)} are not in train")
+    if missing := [name for name in class_names if name not in paths_by_class[-1]]:
+        say(f"{sides[-1]}: no images of {', '.join(missing)}")
+
+    bad: list[str] = []
+    read = [_read_files(paths, class_names, size, colour, bad) for paths in paths_by_class]
+    if bad:
+        _tell_bad(folder, bad, sum(map(len, read)), skip_bad)
+    channels = max((len(image) for side in read for image, _ in side), default=1)
+    arrays: list[NDArray[Any]] = []
+    for side, labelled in zip(sides, read, strict=True):
+        if not labelled:
+            raise ValueError(f"{side}: no images that can be read")
+        arrays.append(np.stack([np.broadcast_to(image, (channels, size, size)) for image, _ in labelled]))
+        arrays.append(np.array([label for _, label in labelled]))
+    return build_dataset(folder.name, class_names, *arrays)
+
+
+def load_npz(path: Path) -> Dataset:
+    """Return the data set in an .npz file with x_train, y_train and, if wanted, x_test, y_test, class_names."""
+    try:
+        if not is_zipfile(path):
+            raise ValueError("it is no archive of arrays")
+        # opened here: np.load leaves a damaged file open
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            missing = [key for key in _KEYS if key not in file]
+            if missing not in ([], ["x_test", "y_test"]):
+                raise ValueError(f"it has no {', '.join(missing)}")
+            arrays = {key: file[key] for key in _KEYS if key in file}
+            given_names = tuple(map(str, file["class_names"])) if "class_names" in file else ()
+    except (ValueError, OSError, EOFError, BadZipFile, ZlibError, TypeError) as error:
+        raise ValueError(f"{path}: not an .npz file with {', '.join(_KEYS)} ({error})") from None
+    images = {key: _as_images(f"{path}: {key}", array) for key, array in arrays.items() if key.startswith("x")}
+    labels = {key: array for key, array in arrays.items() if key.startswith("y")}
+    for (x, images_n), (y, labels_n) in zip(images.items(), labels.items(), strict=True):
+        if labels_n.ndim != 1 or not len(labels_n):
+            raise ValueError(f"{path}: {y}: shape {labels_n.shape}, expected (n,)")
+        if len(images_n) != len(labels_n):
+            raise ValueError(f"{path}: {x} has {len(images_n)} images, {y} {len(labels_n)} labels")
+    if len(set(shapes := [array.shape[1:] for array in images.values()])) > 1:
+        raise ValueError(f"{path}: images of x_train and x_test have different shapes {shapes[0]} and {shapes[1]}")
+    numbers, class_names = _as_numbers(path, labels, given_names)
+    sides: list[NDArray[Any]] = [array for pair in zip(images.values(), numbers, strict=True) for array in pair]
+    return build_dataset(path.stem, class_names, *sides)
+
+
+def _as_images(label: str, array: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return images (n, C, H, W) in uint8, from (n, H, W), (n, C, H, W) or (n, H, W, C) with C of 1 or 3."""
+    if array.ndim == 3:
+        array = array[:, None]
+    elif array.ndim == 4 and array.shape[1] not in (1, 3) and array.shape[3] in (1, 3):
+        array = array.transpose(0, 3, 1, 2)
+    if array.ndim != 4 or array.shape[1] not in (1, 3) or 0 in array.shape:
+        expected = "(n, H, W), (n, C, H, W) or (n, H, W, C) with C 1 or 3"
+        raise ValueError(f"{label}: shape {array.shape}, expected {expected}")
+    if array.dtype == np.uint8:
+        return array
+    if array.dtype.kind not in "iuf":
+        raise ValueError(f"{label}: {array.dtype}, expected numbers")
+    if not np.isfinite(array).all():
+        raise ValueError(f"{label}: {int((~np.isfinite(array)).sum())} values are not finite")
+    lowest, highest = float(array.min()), float(array.max())
+    if lowest < 0 or highest > 255:
+        raise ValueError(f"{label}: values {lowest:g} … {highest:g}, expected 0 … 255, or fractions 0 … 1")
+    is_fraction = array.dtype.kind == "f" and highest <= 1
+    return np.round(array * 255 if is_fraction else array).astype(np.uint8)
+
+
+def _as_numbers(
+    path: Path, labels: dict[str, NDArray[Any]], given_names: tuple[str, ...]
+) -> tuple[list[NDArray[np.int64]], tuple[str, ...]]:
+    """Return the labels (n,) as the numbers of their classes, and the names of the classes."""
+    kinds = {array.dtype.kind for array in labels.values()}
+    if kinds <= {"U", "S"}:
+        words = {key: array.astype(str).tolist() for key, array in labels.items()}
+        class_names = given_names or tuple(sorted({word for column in words.values() for word in column}))
+        number = {name: n for n, name in enumerate(class_names)}
+        for key, column in words.items():
+            if unknown := sorted(set(column) - number.keys()):
+                raise ValueError(f"{path}: {key}: label {unknown[0]!r} is not one of class_names")
+        return [np.array([number[word] for word in column]) for column in words.values()], class_names
+    for key, array in labels.items():
+        is_number = array.dtype.kind in "biuf" and np.isfinite(array).all()
+        if not is_number or (array < 0).any() or (array % 1 != 0).any():
+            raise ValueError(f"{path}: {key}: expected whole numbers from 0, or text in all labels")
+        if array.max() >= _MAX_CLASSES:
+            raise ValueError(f"{path}: {key}: label {array.max():g}, expected numbers from 0 without gaps")
+    numbers = [array.astype(np.int64) for array in labels.values()]
+    num_classes = 1 + max(int(column.max()) for column in numbers)
+    if given_names and len(given_names) != num_classes:
+        raise ValueError(f"{path}: {len(given_names)} class_names for {num_classes} classes")
+    default = ("False", "True") if kinds == {"b"} else map(str, range(num_classes))
+    return numbers, given_names or tuple(default)
+
+
+def _visible(folder: Path) -> list[Path]:
+    """What is in a folder, in an order that does not depend on the file system."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _class_files(folder: Path) -> dict[str, list[Path]]:
+    """Return the files in each sub-folder, by its name; an empty one is told and left out."""
+    found = {}
+    for place in (path for path in _visible(folder) if path.is_dir()):
+        if files := [path for path in _visible(place) if path.is_file()]:
+            found[place.name] = files
+        elif _visible(place):
+            raise ValueError(f"{place}: sub-folders but no images, where the images of one class are expected")
+        else:
+            say(f"{place}: an empty folder, left out")
+    return found
+
+
+def _read_files(
+    paths_by_class: dict[str, list[Path]],
+    class_names: tuple[str, ...],
+    size: int,
+    colour: bool | None,
+    bad: list[str],
+) -> list[tuple[NDArray[np.uint8], int]]:
+    """Return the images with the numbers of their classes; what is wrong with the others is added to `bad`."""
+    labelled = []
+    for label, name in enumerate(class_names):
+        for path in paths_by_class.get(name, ()):
+            try:
+                labelled.append((read_image(path, height=size, width=size, colour=colour), label))
+            except ValueError as error:
+                bad.append(str(error))
+    return labelled
+
+
+def _tell_bad(folder: Path, bad: list[str], num_good: int, skip_bad: bool) -> None:
+    told = f"{folder}: {len(bad)} of {num_good + len(bad)} files cannot be read"
+    if skip_bad:
+        say(f"{told}, left out")
+        return
+    more = [f"and {len(bad) - _MAX_TOLD} more"] if len(bad) > _MAX_TOLD else []
+    lines = [f"{told} (skip_bad leaves them out):", *bad[:_MAX_TOLD], *more]
+    raise ValueError((" " if len(bad) == 1 else "\n  ").join(lines))

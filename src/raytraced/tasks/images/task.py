@@ -1,0 +1,206 @@
+"""Images and their classes: what a batch is, how a model for it is built, how its answers are judged.
+
+Axes: B batch, Y classes, n samples of a split, K numbers of experts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from raytraced.models.classifier import Classifier
+from raytraced.models.output import Model
+from raytraced.routers.raytraced import RaytracedExperts
+from raytraced.tasks.images.dataset import Dataset
+from raytraced.tasks.images.loader import Loader
+from raytraced.tasks.images.loading import load
+from raytraced.tasks.images.reading import read_image
+from raytraced.tasks.task import Batch, Table, Task
+from raytraced.words import did_you_mean
+
+NUM_BINS = 15  # of the calibration error
+NUM_SHOWN = 12  # images of each number of experts in the gallery
+
+
+class ImageTask(Task[Dataset]):
+    """One class for each image; the larger the share of right answers, the better."""
+
+    name = "images"
+    better = "accuracy"
+    formats = {"accuracy": ".2%"}  # noqa: RUF012
+
+    def load(self, data: str, root: str | None = None, **options: Any) -> Dataset:
+        return load(data, root, **{key: value for key, value in self.checked(options).items() if key != "augment"})
+
+    @staticmethod
+    def checked(options: dict[str, Any]) -> dict[str, Any]:
+        """Refuse an option that images do not have, or whose value is of another kind."""
+        kinds: dict[str, type] = {"size": int, "colour": bool, "skip_bad": bool, "augment": bool}
+        for name, value in options.items():
+            if name not in kinds:
+                raise ValueError(f"data option {name}: images have no such option; {did_you_mean(name, kinds)}")
+            if type(value) is not kinds[name]:
+                raise ValueError(
+                    f"data option {name}={value!r}: must be {'true or false' if kinds[name] is bool else 'a whole number'}"
+                )
+        return options
+
+    def loader(self, data: Dataset, split: str, batch_size: int, options: dict[str, Any], **place: Any) -> Loader:
+        return Loader(getattr(data, split), batch_size, augment=options.get("augment", False), **place)
+
+    def spec(self, data: Dataset) -> dict[str, Any]:
+        return {
+            "image_shape": list(data.image_shape),
+            "class_names": list(data.class_names),
+            "mean": list(data.mean),
+            "std": list(data.std),
+        }
+
+    def check(self, data: Dataset) -> None:
+        """Refuse a data set in which a class has no training image: its accuracy would be a riddle."""
+        counts = torch.bincount(data.train.labels, minlength=data.num_classes)
+        for name, count in zip(data.class_names, counts.tolist(), strict=True):
+            if count == 0:
+                raise ValueError(f"{data.name}: class {name!r} has no training image; add some or leave the class out")
+
+    def load_for(self, model: Model, data: str, root: str | None = None) -> Dataset:
+        """In the size and colours that a model takes; its classes by the numbers that the model knows them by."""
+        assert model.card is not None
+        channels, height, _ = model.card.spec["image_shape"]
+        trained = model.card.training.get("data_options", {})
+        loaded = self.load(data, root, **trained | {"size": height, "colour": channels > 1})
+        self.check_fits(model, loaded)
+        return renumber(loaded, known_classes(model))
+
+    def check_fits(self, model: Model, data: Dataset) -> None:
+        """Refuse images of another shape, and a class that the model does not know."""
+        assert model.card is not None
+        shape, names = tuple(model.card.spec["image_shape"]), known_classes(model)
+        if data.image_shape != shape:
+            raise ValueError(
+                f"data={data.name}: has images of shape {data.image_shape}; {model.name} was trained on {shape}"
+            )
+        for name in data.class_names:
+            if name not in names:
+                told = f"{', '.join(names[:10])}{', …' if len(names) > 10 else ''}"
+                raise ValueError(f"data={data.name}: {model.name} knows no class {name!r}; it knows {told}")
+
+    def loss(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        return cross_entropy(logits, batch.targets, reduction="sum", label_smoothing=smoothing)
+
+    def losses(self, logits: Tensor, batch: Batch) -> Tensor:
+        return cross_entropy(logits, batch.targets, reduction="none")
+
+    def sums(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+        return {"correct": (logits.argmax(-1) == batch.targets).sum()}
+
+    def means(self, sums: dict[str, float], num_targets: float) -> dict[str, float]:
+        return {"accuracy": sums["correct"] / num_targets}
+
+    def columns(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+        confidence_B, answer_B = logits.softmax(-1).max(-1)
+        return {"correct": answer_B == batch.targets, "confidence": confidence_B}
+
+    def groups(self, batch: Batch) -> Tensor:
+        return batch.targets
+
+    def num_groups(self, data: Dataset) -> int:
+        return data.num_classes
+
+    def figures(self, data: Dataset, split: str, tables: Sequence[Table]) -> dict[str, Any]:
+        last, labels_n = tables[-1], getattr(data, split).labels.to(tables[-1].columns["loss"].device)
+        correct_n, experts_n = last.columns["correct"], last.columns["experts"]
+        figures: dict[str, Any] = {
+            "accuracy": float(correct_n.mean()),
+            "calibration_error": calibration_error(last.columns["confidence"], correct_n),
+            "accuracy_per_class": mean_per_class(correct_n, labels_n, data.num_classes),
+            "experts_per_class": mean_per_class(experts_n, labels_n, data.num_classes),
+            "accuracy_by_prefix": None,
+        }
+        if len(tables) > 1 and last.load is not None:
+            correct_nK = torch.stack([table.columns["correct"] for table in tables], 1)
+            counts_Y = torch.bincount(labels_n, minlength=data.num_classes).clamp_min(1)
+            figures |= {
+                "accuracy_by_prefix": correct_nK.mean(0).tolist(),
+                "lengths": accuracy_by_length(correct_nK, experts_n.long()),
+                "class_load": (last.load / counts_Y[:, None, None]).tolist(),
+                "gallery": choose_gallery(experts_n.long(), correct_n > 0),
+            }
+        return figures
+
+    def group_rows(self, data: Dataset, result: Any) -> list[dict[str, Any]]:
+        per_class = zip(data.class_names, result["accuracy_per_class"], result["experts_per_class"], strict=True)
+        return [
+            {"class": name, "accuracy": "no images" if accuracy is None else accuracy, "experts": experts}
+            for name, accuracy, experts in per_class
+        ]
+
+    def draw(self, model: Model, data: Dataset, folder: Path) -> list[Path]:
+        from raytraced.tasks.images.sequences import draw_sequences
+
+        if not isinstance(model, Classifier) or not isinstance(model.layer, RaytracedExperts):
+            return []
+        draw_sequences(model, data.test, folder / "sequences.png")
+        return [folder / "sequences.png"]
+
+    def predict(self, model: Model, files: Sequence[str]) -> list[dict[str, Any]]:
+        assert model.card is not None
+        channels, height, width = model.card.spec["image_shape"]
+        images = [read_image(path, height=height, width=width, colour=channels > 1) for path in files]
+        parameter = next(model.parameters())
+        with torch.no_grad():
+            out = model(torch.stack([torch.from_numpy(image) for image in images]).to(parameter.device))
+        probability_B, answer_B = out.logits.float().softmax(-1).max(-1)
+        names = model.card.spec["class_names"]
+        return [
+            {"image": path, "answer": names[int(answer)], "probability": float(probability), "experts": int(experts)}
+            for path, answer, probability, experts in zip(files, answer_B, probability_B, out.num_experts, strict=True)
+        ]
+
+
+def known_classes(model: Model) -> tuple[str, ...]:
+    """The names of a model's classes; where it was given none, their numbers."""
+    assert model.card is not None
+    return tuple(model.card.spec.get("class_names") or map(str, range(model.card.spec["num_classes"])))
+
+
+def renumber(data: Dataset, class_names: tuple[str, ...]) -> Dataset:
+    """The same images, their classes numbered as in another list, which has all of them."""
+    number_Y = torch.tensor([class_names.index(name) for name in data.class_names])
+    parts = {name: getattr(data, name) for name in ("train", "validation", "test")}
+    splits = {name: replace(part, labels=number_Y[part.labels]) for name, part in parts.items()}
+    return replace(data, class_names=class_names, **splits)
+
+
+def mean_per_class(values_n: Tensor, labels_n: Tensor, num_classes: int) -> list[float | None]:
+    """The mean value of each class's samples; None for a class without any."""
+    counts = torch.bincount(labels_n, minlength=num_classes)
+    sums = torch.zeros(num_classes, dtype=torch.float64, device=values_n.device).index_add_(0, labels_n, values_n)
+    return [float(total / count) if count else None for total, count in zip(sums, counts, strict=True)]
+
+
+def calibration_error(confidence_n: Tensor, correct_n: Tensor) -> float:
+    """The expected calibration error: |accuracy − confidence|, averaged over samples in 15 equal bins of confidence."""
+    bin_n = (confidence_n * NUM_BINS).long().clamp(max=NUM_BINS - 1)
+    gaps = torch.zeros(NUM_BINS, dtype=torch.float64, device=confidence_n.device)
+    gaps.index_add_(0, bin_n, correct_n - confidence_n)
+    return float(gaps.abs().sum() / len(confidence_n))
+
+
+def accuracy_by_length(correct_nK: Tensor, length_n: Tensor) -> dict[str, Any]:
+    """By the number of experts that images use in the end: how many do, and their accuracy after 0, 1, … experts."""
+    rows = {length: correct_nK[length_n == length] for length in sorted(set(length_n.tolist()))}
+    return {
+        str(length): {"num": len(rows_nK), "accuracy": rows_nK.mean(0)[: length + 1].tolist()}
+        for length, rows_nK in rows.items()
+    }
+
+
+def choose_gallery(length_n: Tensor, correct_n: Tensor) -> dict[str, list[int]]:
+    """The first correctly classified images of each number of experts: no picking by looks."""
+    found = {length: ((length_n == length) & correct_n).nonzero()[:, 0] for length in sorted(set(length_n.tolist()))}
+    return {str(length): rows[:NUM_SHOWN].tolist() for length, rows in found.items() if len(rows)}

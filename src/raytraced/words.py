@@ -1,0 +1,23 @@
+"""The words of an error: what was given, the rule, and what was probably meant."""
+
+import difflib
+from collections.abc import Iterable
+
+
+def require(holds: bool, name: str, value: object, rule: str) -> None:
+    """Refuse an option, naming it, its value and the rule."""
+    if not holds:
+        raise ValueError(f"{name}={value}: {rule}")
+
+
+def require_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
+    """Refuse a word that is not one of those allowed."""
+    allowed = tuple(allowed)
+    require(value in allowed, name, repr(value), f"must be one of {', '.join(allowed)}")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of an error message: the nearest known word, else all of them."""
+    names = {name.replace("_", "-"): name for name in known}
+    close = difflib.get_close_matches(word.replace("_", "-"), names, n=1)
+    return f"did you mean {names[close[0]]}?" if close else f"must be one of {', '.join(names.values())}"

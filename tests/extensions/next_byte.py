@@ -1,0 +1,177 @@
+"""A new task and its model family, as they would stand in raytraced/tasks: the next byte of a text, window by window.
+
+Axes: n windows of a split, B of a batch, T bytes of a window, D width, Y = 256 bytes.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from raytraced.data.hashing import SHUFFLE, permutation
+from raytraced.draws import fixed_draws
+from raytraced.layer import Call, LayerOutput, RoutedLayer, Work
+from raytraced.models.output import Model, Output, linear_work
+from raytraced.routers.prefixes import prefixes
+from raytraced.tasks.task import Batch, Table, Task
+
+NAMES = ("pangrams",)
+TEXTS = {
+    "train": b"the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs. " * 3,
+    "validation": b"the five quick boxing wizards jump over the dozen lazy dogs with my brown liquor jugs",
+    "test": b"how quickly daft jumping zebras vex my lazy brown fox",
+}
+
+
+def takes_path(path: Path) -> bool:
+    """Whether a path is a text."""
+    return path.suffix == ".txt"
+
+
+class ByteModel(Model):
+    """An embedding of each byte and of its place, a routed layer of any kind, and a linear output layer."""
+
+    def __init__(self, make_layer: Callable[[], RoutedLayer], dim: int, window: int) -> None:
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(256, dim), nn.Parameter(torch.randn(window, dim))
+        self.layer, self.head = make_layer(), nn.Linear(dim, 256)
+        self.answers_along_the_way = self.layer.answers_along_the_way
+
+    def forward(self, inputs, *, max_experts=None, budgets=(), judge=None, generator=None, rows=None, **options):
+        hidden, draws = self.embed(inputs), fixed_draws(generator)
+        options |= {"rows": self.number(inputs, rows)}
+        out = self.layer(hidden, max_experts=max_experts, generator=draws(), **options)
+        answers = (self.layer(hidden, max_experts=budget, generator=draws(), **options) for budget in budgets)
+        return self.answer(out)._replace(answers=tuple(map(self.answer, answers)))
+
+    def prefixes(self, inputs, most=None, *, rows=None, mask=None, **options):
+        call = Call(rows=self.number(inputs, rows), **options)
+        return map(self.answer, prefixes(self.layer, self.embed(inputs), most, call, mask))
+
+    def embed(self, inputs: Tensor) -> Tensor:
+        return self.embedding(inputs) + self.places
+
+    def number(self, inputs: Tensor, rows: Tensor | None) -> Tensor:
+        """A number for each byte (B, T), from those of the windows (B,)."""
+        rows = torch.arange(len(inputs)) if rows is None else rows
+        return rows[:, None] * inputs.shape[-1] + torch.arange(inputs.shape[-1])
+
+    def answer(self, out: LayerOutput) -> Output:
+        return Output(self.head(out.hidden), (out.route,), out.loss)
+
+    def work(self, inputs: Tensor, out: Output) -> dict[str, Work]:
+        looked_up = Work(0, 2 * self.embedding.embedding_dim)
+        return {"input": looked_up, **self.layer.work(out.routes[0]), "head": linear_work(self.head)}
+
+
+class Windows(NamedTuple):
+    """Bytes, the bytes after them, and which are not padding, (n, T) each."""
+
+    inputs: Tensor
+    targets: Tensor
+    mask: Tensor
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+@dataclass(frozen=True)
+class Text:
+    name: str
+    train: Windows
+    validation: Windows
+    test: Windows
+
+
+def cut(text: bytes, window: int) -> Windows:
+    """A text in windows, the last filled up with zeros."""
+    num = len(text) - 1
+    padded = torch.zeros(math.ceil(num / window) * window + 1, dtype=torch.int64)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    mask = torch.arange(len(padded) - 1) < num
+    inputs, targets = padded[:-1] * mask, padded[1:] * mask
+    return Windows(*(each.view(-1, window) for each in (inputs, targets, mask)))
+
+
+@dataclass
+class Loader:
+    windows: Windows
+    batch_size: int
+    seed: int = 0
+    shuffle: bool = True
+    rank: int = 0
+    world_size: int = 1
+    device: str = "cpu"
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.windows) / self.batch_size)
+
+    def order(self, epoch: int) -> Tensor:
+        num = len(self.windows)
+        return torch.from_numpy(permutation(num, SHUFFLE, self.seed, epoch)) if self.shuffle else torch.arange(num)
+
+    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
+        for index in self.order(epoch).split(self.batch_size)[start_batch:]:
+            first, last = (len(index) * rank // self.world_size for rank in (self.rank, self.rank + 1))
+            inputs, targets, mask = (each[index[first:last]].to(self.device) for each in self.windows)
+            yield Batch(inputs, targets, torch.arange(first, last, device=self.device), mask)
+
+
+class NextByte(Task[Text]):
+    """The fewer bits a byte takes, the better."""
+
+    name = "next-byte"
+    better = "bits"
+    higher = False
+    formats = {"bits": ".3f"}  # noqa: RUF012
+
+    def load(self, data: str, root: str | None = None, *, window: int = 8) -> Text:
+        if data in NAMES:
+            return Text(data, *(cut(TEXTS[split], window) for split in ("train", "validation", "test")))
+        text = Path(data).read_bytes()
+        ends = [0, len(text) // 2, 3 * len(text) // 4, len(text)]
+        return Text(Path(data).stem, *(cut(text[a:b], window) for a, b in pairwise(ends)))
+
+    def loader(self, data: Text, split: str, batch_size: int, options: dict[str, Any], **place: Any) -> Loader:
+        return Loader(getattr(data, split), batch_size, **place)
+
+    def spec(self, data: Text) -> dict[str, Any]:
+        return {"window": data.train.inputs.shape[-1]}
+
+    def check(self, data: Text) -> None:
+        if not data.train.mask.any():
+            raise ValueError(f"{data.name}: is too short to learn from")
+
+    def check_fits(self, model: Model, data: Text) -> None:
+        if model.card.spec != self.spec(data):
+            raise ValueError(f"data={data.name}: its windows are not those of {model.name}")
+
+    def each(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        """The loss of each byte (B, T), 0 for padding."""
+        loss = cross_entropy(logits.mT, batch.targets, reduction="none", label_smoothing=smoothing)
+        return loss * batch.mask
+
+    def loss(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        return self.each(logits, batch, smoothing).sum()
+
+    def losses(self, logits: Tensor, batch: Batch) -> Tensor:
+        return self.each(logits, batch).sum(-1) / batch.mask.sum(-1)
+
+    def sums(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+        return {}
+
+    def means(self, sums: dict[str, float], num_targets: float) -> dict[str, float]:
+        return {"bits": sums["loss"] / num_targets / math.log(2)}
+
+    def columns(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+        return {}
+
+    def figures(self, data: Text, split: str, tables: Sequence[Table]) -> dict[str, Any]:
+        columns = tables[-1].columns
+        return {"bits": float(columns["loss"].sum() / columns["targets"].sum()) / math.log(2)}

@@ -1,0 +1,168 @@
+"""The fused sequence against the plain one: draws exactly, values to 1e-6, gradients to 1e-5 of the largest."""
+
+import ctypes
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from operations.both_paths import Case, assert_agree, compiled, make_case, run
+from raytraced import activation_sequence, operations
+from raytraced.operations import cpp_library
+
+pytestmark = pytest.mark.skipif(not operations.available(), reason=f"compiled operations {operations.why_not()}")
+
+ESTIMATORS, SELECTS, STOPS = ("reinmax", "gumbel", "straight-through"), ("sample", "greedy"), ("drawn", "dominant")
+PRECISIONS = (torch.float32, torch.float64)
+
+
+@pytest.fixture(params=["avx2", "baseline"])
+def instructions(request):
+    """Each copy of the kernel that this machine can run."""
+    cpp_library.cpu.raytraced_instructions.restype = ctypes.c_char_p
+    usual = cpp_library.cpu.raytraced_instructions()
+    if cpp_library.cpu.raytraced_set_instructions(request.param.encode()):
+        pytest.skip(f"this machine has no {request.param}")
+    yield request.param
+    cpp_library.cpu.raytraced_set_instructions(usual)
+
+
+@pytest.mark.parametrize(("estimator", "select", "stop"), list(product(ESTIMATORS, SELECTS, STOPS)))
+def test_every_option_agrees_with_the_plain_path(estimator, select, stop):
+    for dtype, max_experts in product(PRECISIONS, (None, 3, 0)):
+        options = {"estimator": estimator, "select": select, "stop": stop, "max_experts": max_experts, "dtype": dtype}
+        assert_agree(make_case(4, 8, 24, **options))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    num_layers=st.integers(1, 5),
+    num_experts=st.integers(1, 19),
+    batch=st.integers(0, 40),
+    estimator=st.sampled_from(ESTIMATORS),
+    select=st.sampled_from(SELECTS),
+    stop=st.sampled_from(STOPS),
+    max_experts=st.one_of(st.none(), st.integers(0, 20)),
+    dtype=st.sampled_from(PRECISIONS),
+    first_row=st.sampled_from((0, 17, 2**32 - 3, 2**40)),
+    seed=st.integers(0, 1000),
+)
+def test_random_sizes_agree_with_the_plain_path(num_layers, num_experts, batch, **options):
+    assert_agree(make_case(num_layers, num_experts, batch, **options))
+
+
+@pytest.mark.parametrize("num_experts", [1, 3, 4, 7, 8, 16, 32])
+def test_every_copy_and_every_fixed_size_agrees(instructions, num_experts):
+    for dtype in PRECISIONS:
+        assert_agree(make_case(3, num_experts, 10, dtype=dtype, max_experts=20))
+
+
+def test_a_thousand_samples_draw_as_the_plain_path_and_ties_are_rare():
+    met_B = assert_agree(make_case(4, 8, 1000))
+    # 10 draws of at most 33 boundaries, each within ±2e-6 of the target with chance 4e-6: 1.3 expected.
+    assert int(met_B.sum()) <= 8
+
+
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
+def test_each_gradient_arrives_alone(wanted):
+    for dtype, stop in product(PRECISIONS, STOPS):
+        assert_agree(make_case(4, 5, 16, dtype=dtype, stop=stop), with_gradients=wanted)
+
+
+@pytest.mark.parametrize("scale", [30.0, 1e4, 1e30])
+def test_extreme_weights_overflow_nowhere(scale):
+    for dtype, estimator in product(PRECISIONS, ESTIMATORS):
+        case = make_case(4, 8, 32, scale=scale, dtype=dtype, estimator=estimator)
+        weights = [torch.ones(32, 4, 8, dtype=dtype), torch.ones(32, 4, 8, dtype=dtype), None]
+        fused = run(compiled, case, weights)
+        for tensor in (*fused.gradients, fused.sequence.rates.nodes, fused.sequence.rates.output):
+            assert bool(tensor.isfinite().all())
+
+
+def test_large_weights_agree_with_the_plain_path():
+    # Past the limit below which the softmax does without its maximum.
+    for num_experts in (7, 8):
+        assert_agree(make_case(4, num_experts, 32, scale=200.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_rates_below_the_floor_have_the_floors_derivative(estimator):
+    routing, entry_BN, options = make_case(3, 8, 24, estimator=estimator, dtype=torch.float64)
+    assert_agree(Case(routing, (1e-8 * entry_BN).detach().requires_grad_(), options))
+
+
+def test_inputs_need_not_be_contiguous():
+    routing, entry_BN, options = make_case(3, 6, 20)
+    expected = compiled(routing, entry_BN, **options)
+    strided_BN = torch.stack((entry_BN, entry_BN), -1)[..., 0]
+    assert not strided_BN.is_contiguous()
+    rows_B = torch.stack((options["rows_B"], options["rows_B"]), -1)[:, 0]
+    for gate in routing.parameters():
+        gate.data = gate.data.transpose(0, 1).contiguous().transpose(0, 1)
+    got = compiled(routing, strided_BN, **{**options, "rows_B": rows_B})
+    assert torch.equal(got.nodes, expected.nodes)
+    assert torch.equal(got.rates.nodes, expected.rates.nodes)
+
+    def gradient(sequence):
+        return torch.autograd.grad((sequence.rates.nodes.transpose(1, 2) ** 2).sum(), entry_BN)[0]
+
+    assert torch.equal(gradient(got), gradient(expected))
+
+
+def test_rows_may_be_any_integers():
+    routing, entry_BN, options = make_case(3, 6, 20, first_row=5)
+    expected = compiled(routing, entry_BN, **options)
+    narrow = compiled(routing, entry_BN, **{**options, "rows_B": options["rows_B"].to(torch.int32)})
+    assert torch.equal(narrow.nodes, expected.nodes)
+
+
+def test_precision_is_the_plain_paths():
+    routing, entry_BN, _ = make_case(3, 6, 20)
+    wide = activation_sequence(routing, entry_BN.double(), select="greedy")
+    half = activation_sequence(routing, entry_BN.bfloat16(), select="greedy")
+    assert (wide.active.dtype, half.active.dtype) == (torch.float64, torch.float32)
+    wide.rates.output.sum().backward()
+    assert routing.gate_first.grad is not None
+    assert routing.gate_first.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_rates_that_are_no_distribution_do_no_harm(value):
+    for estimator, select, stop in product(ESTIMATORS, SELECTS, STOPS):
+        routing, entry_BN, options = make_case(3, 5, 9, estimator=estimator, select=select, stop=stop)
+        entry_BN = torch.full_like(entry_BN, value, requires_grad=True)
+        sequence = compiled(routing, entry_BN, **options)
+        assert bool(((sequence.active == 0) | (sequence.active == 1)).all())
+        assert torch.equal(sequence.active.sum((1, 2)).long(), sequence.num_active)
+        sequence.active.sum().backward()
+
+
+def test_a_wrong_shape_is_told():
+    routing, _, options = make_case(3, 5, 9)
+    with pytest.raises(ValueError, match=r"entry has shape \(9, 4\): must be \(batch, 5\)"):
+        compiled(routing, torch.rand(9, 4), **options)
+
+
+def test_the_library_is_chosen_and_gives_the_plain_paths_result():
+    routing, entry_BN, _ = make_case(4, 8, 50)
+
+    def draw():
+        return activation_sequence(routing, entry_BN, generator=torch.Generator().manual_seed(3))
+
+    with operations.use("plain"):
+        plain = draw()
+    assert "_Eager" not in type(plain.active.grad_fn).__name__
+    assert "_Eager" in type(draw().active.grad_fn).__name__
+    assert torch.equal(draw().nodes, plain.nodes)
+
+
+def test_other_tensors_take_the_plain_path():
+    routing, entry_BN, options = make_case(3, 4, 6, select="greedy")
+
+    def chosen(entry_BN):
+        return operations.sequence.explain(routing, entry_BN, **options).name
+
+    assert chosen(entry_BN) == "cpp"
+    assert chosen(entry_BN.bfloat16()) == chosen(entry_BN.to("meta")) == "plain"

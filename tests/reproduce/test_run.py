@@ -1,0 +1,173 @@
+"""Real workers on digits: two at a time, killed in the middle, interrupted, resumed."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raytraced.reproduce import run as running
+from raytraced.reproduce.records import Store
+from raytraced.training import loop
+from raytraced.training.faults import Diverged
+from raytraced.training.run_folder import RunFolder
+
+SCRIPT = Path(__file__).with_name("tiny.py")
+SECONDS = 300  # for what takes a few: only a hang is longer
+
+
+def load_tiny():
+    spec = importlib.util.spec_from_file_location("tiny", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tiny = load_tiny()
+
+
+def start(folder, num_workers):
+    command = [sys.executable, str(SCRIPT), str(folder / "work"), str(folder / "records"), str(num_workers)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(condition, process):
+    """Look until a condition holds; the process must not end before."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def epochs_done(folder):
+    return [len(RunFolder(folder / "work" / run.folder).read_metrics()) for run in tiny.RUNS]
+
+
+def outcome(folder):
+    """Everything in the records that does not depend on the clock."""
+    store = Store(folder / "records")
+    records = [store.find(run) for run in tiny.RUNS]
+    histories = [{name: one.history[name] for name in one.history if name != "seconds"} for one in records]
+    return [(one.test, one.validation, one.budgets, one.best_epoch) for one in records], histories
+
+
+def worker_of(runner):
+    """The worker process that a runner has started, as the system tells its children."""
+    children = [
+        int(pid) for path in Path(f"/proc/{runner}/task").glob("*/children") for pid in path.read_text().split()
+    ]
+    return next(pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    process = start(folder, 2)
+    told, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, told
+    return folder, told
+
+
+def test_all_runs_are_done_and_told_with_the_time_left(undisturbed):
+    _, told = undisturbed
+    assert "[1/2]" in told
+    assert "left)" in told
+    assert "[2/2]" in told
+    assert "(all done)" in told
+
+
+def test_a_record_tells_what_the_model_does_with_the_test_images(undisturbed):
+    store = Store(undisturbed[0] / "records")
+    mre, mlp = (store.find(run) for run in tiny.RUNS)
+    assert {name: len(values) for name, values in mre.history.items()} == dict.fromkeys(running.HISTORY, 20)
+    assert mre.accuracy > 0.5
+    parts = sum(mre.macs[name] for name in ("input", "routing", "experts", "head"))
+    assert mre.macs["total"] == pytest.approx(parts, rel=1e-5)
+    assert mre.macs["experts"] == pytest.approx(768 * mre.experts, rel=1e-5)
+    assert mre.budgets[-1]["accuracy"] == mre.accuracy
+    assert mre.budgets[-1]["validation_accuracy"] == mre.validation["accuracy"]
+    assert set(mre.budgets[0]) == {
+        "validation_accuracy",
+        "validation_macs",
+        "accuracy",
+        "experts",
+        "macs",
+        "expert_macs",
+    }
+    assert sum(part["num"] for part in mre.test["lengths"].values()) == mre.test["num_samples"]
+    assert not mlp.budgets
+    assert mlp.macs["routing"] == 0
+
+
+def test_the_record_is_made_of_the_runs_own_summary_alone(undisturbed):
+    run, folder = tiny.RUNS[0], RunFolder(undisturbed[0] / "work" / tiny.RUNS[0].folder)
+    (folder.path / "model.safetensors").unlink()
+    record = running.make_record(run, folder)
+    summary = folder.read_summary()
+    assert record.test == {name: value for name, value in summary["test"].items() if name != "budgets"}
+    assert record.validation.items() <= summary["validation"].items()
+
+
+def test_a_second_call_trains_nothing(undisturbed, monkeypatch):
+    folder, _ = undisturbed
+    monkeypatch.setattr(running.Crew, "start", lambda self: pytest.fail("a worker was started"))
+    (folder / "records" / "digits.jsonl").unlink()  # comes back from the run folders
+    assert running.run_all(tiny.RUNS, folder / "work", folder / "records", 2) == {}
+    assert all(Store(folder / "records").find(run) for run in tiny.RUNS)
+
+
+def test_killed_and_interrupted_it_goes_on_and_ends_as_if_nothing_had_happened(undisturbed, tmp_path):
+    for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 128 + signal.SIGINT)):
+        process = start(tmp_path, 1)
+        before = sum(epochs_done(tmp_path))
+        wait_for(lambda before=before: sum(epochs_done(tmp_path)) > before, process)
+        os.kill(process.pid, number)
+        process.communicate(timeout=SECONDS)
+        assert process.returncode == code
+        assert sum(epochs_done(tmp_path)) < 20  # the worker did not outlive its runner for long
+    process = start(tmp_path, 1)
+    told, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, told
+    assert outcome(tmp_path) == outcome(undisturbed[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the worker by Linux's /proc")
+def test_a_worker_that_is_killed_costs_its_run_alone(tmp_path):
+    process = start(tmp_path, 1)
+    wait_for(lambda: sum(epochs_done(tmp_path)) > 0, process)
+    os.kill(worker_of(process.pid), signal.SIGKILL)
+    told, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert "failed: its process ended with code -9" in told
+    assert [Store(tmp_path / "records").find(run) is None for run in tiny.RUNS] == [True, False]
+
+
+def test_a_run_that_diverges_leaves_a_record_that_says_so(tmp_path, monkeypatch):
+    def diverge(*_, **__):
+        raise Diverged("step 3 (epoch 1): loss nan; a smaller --lr usually helps")
+
+    monkeypatch.setattr(loop, "train", diverge)
+    run = replace(tiny.RUNS[0], label="mre-lr-1", setting=1.0)
+    (tmp_path / run.folder).mkdir()
+    running.perform(run, tmp_path, None)
+    record = running.publish(run, tmp_path, Store(tmp_path / "records"))
+    assert (record.error, record.setting, record.digest) == ("step 3 (epoch 1): loss nan", 1.0, run.digest)
+
+
+def test_two_runners_do_not_share_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "LOCK_SECONDS", 0)
+    path = tmp_path / ".runner"
+    with (
+        running.locked(path),
+        pytest.raises(ValueError, match="another `raytraced reproduce` is at work here"),
+        running.locked(path),
+    ):
+        pass
+    with running.locked(path):  # free again
+        pass

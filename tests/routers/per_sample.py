@@ -1,0 +1,99 @@
+"""The rivals again, slowly and obviously: one sample, one expert at a time, in float64. Shares no code with the library."""
+
+import torch
+
+from reference import mlp
+
+
+def gate(router, step, hidden):
+    return router.gates[step].weight @ hidden + router.gates[step].bias
+
+
+def number(value):
+    """A Python number of a scalar, whether it has a gradient or not."""
+    return float(value.detach()) if isinstance(value, torch.Tensor) else value
+
+
+def by_strength(values):
+    """Indices from the largest value to the smallest."""
+    return sorted(range(len(values)), key=lambda index: -number(values[index]))
+
+
+def normalised(values):
+    """exp of each, divided by their sum."""
+    exponentials = [value.exp() for value in values]
+    total = sum(exponentials)
+    return [value / total for value in exponentials]
+
+
+def top_k(router, step, hidden):
+    """Expert -> weight, of those that run."""
+    logits = gate(router, step, hidden)
+    chosen = by_strength(logits)[: router.k]
+    return dict(zip(chosen, normalised([logits[e] for e in chosen]), strict=True))
+
+
+def threshold(router, step, hidden):
+    probs = normalised(gate(router, step, hidden))
+    weights, reached = {}, 0.0
+    for e in by_strength(probs):
+        weights[e] = probs[e]
+        reached += number(probs[e])
+        if reached >= router.threshold:
+            break
+    return weights
+
+
+def aux_free(router, step, hidden):
+    logits = gate(router, step, hidden)
+    scores = normalised(logits)
+    biased = [number(score) + number(router.bias[step, e]) for e, score in enumerate(scores)]
+    chosen = by_strength(biased)[: router.k]
+    total = sum(scores[e] for e in chosen)
+    return {e: scores[e] / total for e in chosen}
+
+
+def top_any(router, step, hidden):
+    margins = []
+    for direction, bar in zip(router.directions[step], router.thresholds[step], strict=True):
+        cosine = (direction @ hidden) / (direction.norm() * hidden.norm())
+        margins.append(1 / (1 + (-cosine).exp()) - 1 / (1 + (-bar).exp()))
+    chosen = [e for e, margin in enumerate(margins) if margin > 0] or by_strength(margins)[:1]
+    return {e: (1 + margins[e] - margins[e].detach()) / len(chosen) for e in chosen}
+
+
+def null_experts(router, step, hidden):
+    probs = normalised(gate(router, step, hidden))
+    true = [e for e in by_strength(probs)[: router.k] if e < router.num_experts]
+    total = sum(probs[e] for e in true)
+    return {e: probs[e] / total for e in true}
+
+
+def chain(router, step, hidden):
+    probs = normalised(gate(router, step, hidden))
+    return {e: probs[e] for e in by_strength(probs)[: router.k]}
+
+
+def ada_k(num_experts):
+    """The router, given how many experts each step runs."""
+
+    def route(router, step, hidden):
+        logits = gate(router, step, hidden)
+        chosen = by_strength(logits)[: num_experts[step]]
+        return dict(zip(chosen, normalised([logits[e] for e in chosen]), strict=True))
+
+    return route
+
+
+def run_one(layer, hidden, route):
+    """Hidden vector and active experts [step][expert] of one sample."""
+    total, active, router = torch.zeros_like(hidden), [], layer.router
+    for step in range(router.num_layers * router.num_rounds):
+        weights = route(router, step, hidden)
+        update = torch.zeros_like(hidden)
+        for e, weight in weights.items():
+            update = update + weight * mlp(layer.experts, step // router.num_rounds, e, hidden)
+        active.append([float(e in weights) for e in range(router.num_experts)])
+        hidden = hidden + update if layer.stream == "residual" else update
+        total = total + update
+    return (total if layer.stream == "skip-sum" else hidden), active

@@ -1,0 +1,290 @@
+"""Every routed rival against a loop over samples and experts; cases with a known answer; experts that nobody chose."""
+
+import pytest
+import torch
+
+from raytraced.draws import uniform
+from raytraced.grid import update_dense
+from raytraced.layer import routed_layer
+from raytraced.routers.ada_k import AdaK
+from raytraced.routers.aux_free import AuxFree
+from raytraced.routers.chain import ChainOfExperts
+from raytraced.routers.null_experts import NullExperts
+from raytraced.routers.threshold import Threshold
+from raytraced.routers.top_any import TopAny
+from raytraced.routers.top_k import TopK
+from routers import per_sample
+
+ROUTERS = {
+    "top-k": (TopK, {}, per_sample.top_k),
+    "top-1": (TopK, {"k": 1}, per_sample.top_k),
+    "threshold": (Threshold, {}, per_sample.threshold),
+    "threshold-0.9": (Threshold, {"threshold": 0.9}, per_sample.threshold),
+    "aux-free": (AuxFree, {}, per_sample.aux_free),
+    "top-any": (TopAny, {}, per_sample.top_any),
+    "null-experts": (NullExperts, {}, per_sample.null_experts),
+    "null-experts-1": (NullExperts, {"k": 2, "num_null": 1}, per_sample.null_experts),
+    "chain": (ChainOfExperts, {}, per_sample.chain),
+    "chain-3": (ChainOfExperts, {"k": 2, "num_rounds": 3}, per_sample.chain),
+}
+
+
+def make_layer(cls, dim=5, num_layers=3, num_experts=4, **options):
+    layer = routed_layer(cls, dim, num_layers, num_experts, **options).double()
+    with torch.no_grad():  # far from uniform, so that samples differ in how many experts they run
+        for gate in layer.router.gates:
+            gate.weight *= 4
+    return layer
+
+
+def gradients(module, loss, **inputs):
+    """By name, of parameters and given inputs; what the loss does not reach has a gradient of 0."""
+    names, parameters = zip(*module.named_parameters(), *inputs.items(), strict=True)
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, found, strict=True)}
+
+
+@pytest.mark.parametrize("stream", ["residual", "skip-sum", "last"])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_router_equals_a_loop_over_samples(name, stream):
+    cls, options, route = ROUTERS[name]
+    layer = make_layer(cls, stream=stream, **options).eval()
+    if name == "aux-free":
+        layer.router.bias.normal_()
+    if name == "top-any":
+        layer.router.thresholds.data.normal_()
+    hidden, probe = torch.randn(9, 5, dtype=torch.float64), torch.randn(9, 5, dtype=torch.float64)
+    hidden.requires_grad_()
+    out = layer(hidden)
+    slow = [per_sample.run_one(layer, row, route) for row in hidden]
+    expected = torch.stack([row for row, _ in slow])
+    torch.testing.assert_close(out.hidden, expected, rtol=1e-12, atol=1e-12)
+    assert out.route.active.tolist() == [active for _, active in slow]
+    ours, theirs = (gradients(layer, (value * probe).sum(), hidden=hidden) for value in (out.hidden, expected))
+    for parameter in ours:
+        torch.testing.assert_close(ours[parameter], theirs[parameter], rtol=1e-9, atol=1e-12, msg=parameter)
+
+
+def test_ada_k_equals_a_loop_over_samples_that_draws_the_same():
+    layer = make_layer(AdaK)
+    layer.router.old_weight.normal_()
+    layer.router.num_calls += 1  # the copy π_old stays another than π
+    hidden, probe = torch.randn(9, 5, dtype=torch.float64), torch.randn(9, 5, dtype=torch.float64)
+    rows = torch.arange(9) * 7
+    out = layer(hidden, generator=torch.Generator().manual_seed(3), rows=rows)
+    seed = torch.randint(2**63 - 1, (), generator=torch.Generator().manual_seed(3))
+
+    def route_and_draw(draws):
+        def route(router, step, row):
+            logits = router.old_weight[step] @ row.detach() + router.old_bias[step]
+            k, reached = 0, 0.0
+            for prob in per_sample.normalised(logits):
+                k, reached = k + 1, reached + per_sample.number(prob)
+                if reached >= draws[step]:
+                    break
+            return per_sample.ada_k([k] * router.num_layers)(router, step, row)
+
+        return route
+
+    draws = torch.stack([uniform(seed, rows, step) for step in range(3)], 1).tolist()
+    slow = [per_sample.run_one(layer, row, route_and_draw(draws[b])) for b, row in enumerate(hidden)]
+    assert out.route.active.tolist() == [active for _, active in slow]
+    assert len(set(out.route.active.sum((1, 2)).tolist())) > 2
+    expected = torch.stack([row for row, _ in slow])
+    torch.testing.assert_close(out.hidden, expected, rtol=1e-12, atol=1e-12)
+    ours, theirs = (gradients(layer, (value * probe).sum()) for value in (out.hidden, expected))
+    for parameter in ours:
+        torch.testing.assert_close(ours[parameter], theirs[parameter], rtol=1e-9, atol=1e-12, msg=parameter)
+
+
+@pytest.mark.parametrize("name", [*ROUTERS, "ada-k"])
+def test_leading_axes_are_kept(name):
+    layer = make_layer(AdaK if name == "ada-k" else ROUTERS[name][0]).eval()
+    hidden = torch.randn(2, 3, 5, dtype=torch.float64)
+    out, flat = layer(hidden), layer(hidden.flatten(0, 1))
+    torch.testing.assert_close(out.hidden, flat.hidden.view(2, 3, 5), rtol=0, atol=0)
+    assert out.route.active.shape == (2, 3, layer.router.num_layers * layer.router.num_rounds, 4)
+    assert torch.equal(out.route.active.flatten(0, 1), flat.route.active)
+
+
+def flat_gates(layer):
+    """Gates that like all experts the same."""
+    with torch.no_grad():
+        for gate in layer.router.gates:
+            gate.weight.zero_()
+            gate.bias.zero_()
+    return layer
+
+
+def test_k_of_all_experts_is_the_dense_sum_weighted_by_the_softmax():
+    layer = make_layer(TopK, num_layers=1, k=4)
+    hidden = torch.randn(6, 5, dtype=torch.float64)
+    weights = layer.router.gates[0](hidden).softmax(-1)
+    torch.testing.assert_close(layer(hidden).hidden, hidden + update_dense(layer.experts, 0, hidden, weights))
+
+
+@pytest.mark.parametrize("cls", [TopK, AuxFree])
+def test_a_uniform_gate_gives_each_of_k_experts_one_kth(cls):
+    layer = flat_gates(make_layer(cls, num_layers=1, k=2)).eval()
+    hidden = torch.randn(6, 5, dtype=torch.float64)
+    out = layer(hidden)
+    assert out.route.active.sum(-1).eq(2).all()
+    torch.testing.assert_close(out.hidden, hidden + update_dense(layer.experts, 0, hidden, out.route.active[:, 0] / 2))
+
+
+@pytest.mark.parametrize(
+    ("threshold", "num_expected"), [(0.0, 1), (0.24, 1), (0.25, 1), (0.26, 2), (0.75, 3), (1.0, 4)]
+)
+def test_a_uniform_gate_runs_as_many_experts_as_reach_the_threshold(threshold, num_expected):
+    layer = flat_gates(make_layer(Threshold, threshold=threshold)).eval()
+    out = layer(torch.randn(6, 5, dtype=torch.float64))
+    assert out.route.active.sum(-1).eq(num_expected).all()
+
+
+def test_a_threshold_of_1_runs_all_experts_and_of_0_the_strongest():
+    hidden = torch.randn(50, 5, dtype=torch.float64)
+    layer = make_layer(Threshold, num_layers=1, threshold=1.0)
+    assert layer(hidden).route.active.all()
+    layer.router.threshold = 0.0
+    strongest = layer.router.gates[0](hidden).argmax(-1)
+    assert torch.equal(layer(hidden).route.active[:, 0].argmax(-1), strongest)
+    assert layer(hidden).route.active.sum(-1).eq(1).all()
+
+
+def test_one_expert_of_one_is_run_with_weight_1():
+    hidden = torch.randn(6, 5, dtype=torch.float64)
+    for cls, options in [
+        (TopK, {"k": 1}),
+        (Threshold, {}),
+        (AuxFree, {"k": 1}),
+        (TopAny, {}),
+    ]:
+        layer = make_layer(cls, num_layers=1, num_experts=1, **options)
+        torch.testing.assert_close(
+            layer(hidden).hidden, hidden + layer.experts.run_expert(0, 0, hidden), msg=cls.__name__
+        )
+
+
+def test_aux_free_without_bias_is_top_k():
+    torch.manual_seed(1)
+    ours = make_layer(AuxFree).eval()
+    theirs = make_layer(TopK).eval()
+    theirs.load_state_dict({key: value for key, value in ours.state_dict().items() if key != "router.bias"})
+    hidden = torch.randn(20, 5, dtype=torch.float64)
+    torch.testing.assert_close(ours(hidden).hidden, theirs(hidden).hidden)
+    assert torch.equal(ours(hidden).route.active, theirs(hidden).route.active)
+
+
+def test_a_sample_that_chose_null_experts_only_is_left_as_it_is():
+    layer = flat_gates(make_layer(NullExperts, k=2, num_null=3))
+    with torch.no_grad():
+        for gate in layer.router.gates:
+            gate.bias[4:] = 9.0
+    hidden = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+    out = layer(hidden)
+    assert not out.route.active.any()
+    assert torch.equal(out.hidden, hidden)
+    assert not layer.router.route(0, hidden, None).weights.any()  # 0, not 0 / 0
+    (out.hidden.sum() + out.loss).backward()
+    assert hidden.grad.isfinite().all()
+    assert all(gate.weight.grad.isfinite().all() for gate in layer.router.gates)
+
+
+def test_without_null_experts_adamoe_is_top_k():
+    ours, theirs = make_layer(NullExperts, k=3, num_null=0).eval(), make_layer(TopK, k=3).eval()
+    theirs.load_state_dict(ours.state_dict())
+    hidden = torch.randn(20, 5, dtype=torch.float64)
+    torch.testing.assert_close(ours(hidden).hidden, theirs(hidden).hidden)
+
+
+def test_top_any_runs_the_nearest_expert_if_none_is_near_enough():
+    layer = make_layer(TopAny, num_layers=1)
+    layer.router.thresholds.data.fill_(2.0)  # no cosine reaches it
+    hidden = torch.randn(20, 5, dtype=torch.float64)
+    cosine = torch.nn.functional.cosine_similarity(hidden[:, None], layer.router.directions[0], dim=-1)
+    active = layer(hidden).route.active[:, 0]
+    assert active.sum(-1).eq(1).all()
+    assert torch.equal(active.argmax(-1), cosine.argmax(-1))
+
+
+def test_top_any_learns_from_what_is_charged_for_active_experts():
+    layer = make_layer(TopAny)
+    layer(torch.randn(20, 5, dtype=torch.float64)).route.active.sum().backward()
+    assert (layer.router.thresholds.grad < 0).all()  # a higher threshold, fewer active experts
+
+
+def test_rounds_of_a_chain_share_the_experts_of_their_layer():
+    layer = make_layer(ChainOfExperts, num_layers=1, num_rounds=2, k=4)
+    hidden = torch.randn(6, 5, dtype=torch.float64)
+    expected = hidden
+    for gate in layer.router.gates:
+        expected = expected + update_dense(layer.experts, 0, expected, gate(expected).softmax(-1))
+    torch.testing.assert_close(layer(hidden).hidden, expected)
+
+
+@pytest.mark.parametrize("name", [*ROUTERS, "ada-k"])
+def test_an_expert_that_nobody_chose_gets_no_gradient_and_breaks_nothing(name):
+    cls, options, _ = ROUTERS.get(name, (AdaK, {}, None))
+    options = options | ({"threshold": 0.5} if cls is Threshold else {})
+    layer = make_layer(cls, **options)
+    with torch.no_grad():  # expert 0 of the first layer is what no gate likes
+        for gate in layer.router.gates[: layer.router.num_rounds]:
+            gate.weight[0], gate.bias[0] = 0.0, -30.0
+        if cls is TopAny:
+            layer.router.thresholds[0, 0] = 9.0
+        if cls is AdaK:  # never all four of them
+            layer.router.allocator_weight.zero_()
+            layer.router.allocator_bias[:, 3] = -30.0
+    hidden = torch.randn(30, 5, dtype=torch.float64)
+    out = layer(hidden)
+    assert not out.route.active[:, 0, 0].any()
+    assert out.route.active[:, 0, 1:].any()
+    grads = gradients(layer, out.hidden.square().sum())
+    for key, grad in grads.items():
+        assert grad.isfinite().all(), key
+        if key.startswith("experts."):
+            assert not grad[0, 0].any(), key
+            assert grad[0, 1:].any(), key
+
+
+@pytest.mark.parametrize("name", [*ROUTERS, "ada-k"])
+def test_an_empty_batch_gives_an_empty_answer_and_a_finite_loss(name):
+    layer = make_layer(AdaK if name == "ada-k" else ROUTERS[name][0])
+    out = layer(torch.zeros(0, 5, dtype=torch.float64))
+    assert out.hidden.shape == (0, 5)
+    assert out.loss is None or out.loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (TopK, {"k": 5}, "k=5: must lie in 1 … num_experts=4"),
+        (TopK, {"k": 0}, "k=0: must lie in 1 … num_experts=4"),
+        (TopK, {"balance": -1.0}, "balance=-1.0: must not be negative"),
+        (TopK, {"stream": "river"}, "stream='river': must be one of residual, skip-sum, last"),
+        (TopK, {"num_layers": 0}, "num_layers=0: must be at least 1"),
+        (Threshold, {"threshold": 1.5}, "threshold=1.5: must lie in 0 … 1, it is a sum of probabilities"),
+        (Threshold, {"threshold": -0.1}, "threshold=-0.1: must lie in 0 … 1, it is a sum of probabilities"),
+        (Threshold, {"entropy": -0.1}, "entropy=-0.1: must not be negative"),
+        (AuxFree, {"k": 9}, "k=9: must lie in 1 … num_experts=4"),
+        (AuxFree, {"update_rate": -1.0}, "update_rate=-1.0: must not be negative"),
+        (TopAny, {"diversity": -1.0}, "diversity=-1.0: must not be negative"),
+        (NullExperts, {"num_null": -1}, "num_null=-1: must not be negative"),
+        (NullExperts, {"k": 7, "num_null": 2}, "k=7: must lie in 1 … 6, null ones included"),
+        (ChainOfExperts, {"num_rounds": 0}, "num_rounds=0: must be at least 1"),
+        (ChainOfExperts, {"k": 5}, "k=5: must lie in 1 … num_experts=4"),
+        (AdaK, {"clip": 0.0}, "clip=0.0: must be positive"),
+        (AdaK, {"policy_steps": 0}, "policy_steps=0: must be at least 1"),
+        (AdaK, {"entropy": -1.0}, "entropy=-1.0: must not be negative"),
+        (AdaK, {"expert_cost": -1.0}, "expert_cost=-1.0: must not be negative"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused_by_name_value_and_rule(cls, options, message):
+    with pytest.raises(ValueError) as error:
+        routed_layer(cls, **{"dim": 5, "num_layers": 3, "num_experts": 4} | options)
+    assert str(error.value) == message
+
+
+def test_hidden_vectors_of_another_width_are_refused():
+    with pytest.raises(ValueError, match=r"hidden has shape \(2, 6\): the last axis must be dim=5"):
+        make_layer(TopK)(torch.zeros(2, 6, dtype=torch.float64))

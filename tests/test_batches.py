@@ -1,0 +1,121 @@
+"""A row's answer is its own: neighbours, order and size of its batch have no say.
+
+Bit for bit in the compiled operations. Where PyTorch multiplies matrices (gates, input block, head, and all of the plain path),
+it sums in an order that depends on how many rows there are: there up to rounding, 1e-5 of values of about 1 in float32.
+"""
+
+import pytest
+import torch
+
+from raytraced import RaytracedExperts, build, operations
+from raytraced.draws import new_seed
+from raytraced.models.table import MODELS
+
+BATCHES = (1, 7, 64, 65, 130)
+NUM = 200
+
+
+@pytest.fixture(params=["cpp", "plain"])
+def path(request):
+    """The path, and how much a row may differ on it."""
+    if request.param == "cpp" and not operations.available():
+        pytest.skip(f"no compiled operations: {operations.why_not()}")
+    with operations.use(request.param):
+        yield 0.0 if request.param == "cpp" else 1e-5
+
+
+def parts():
+    """The rows 0 … 199 in batches of several sizes, in and out of order."""
+    for size in BATCHES:
+        yield from torch.arange(NUM).split(size)[:2]
+        yield from torch.randperm(NUM).split(size)[:2]
+
+
+def assert_rows(found, whole, rows, bound):
+    for value, expected in zip(found, whole, strict=True):
+        if value.is_floating_point() and bound:
+            torch.testing.assert_close(value, expected[rows], rtol=0, atol=bound)
+        else:
+            assert torch.equal(value, expected[rows])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("estimator", ["reinmax", "gumbel"])
+@pytest.mark.parametrize("drawn", [True, False])
+def test_a_rows_sequence_is_its_own(estimator, drawn, path):
+    routing = RaytracedExperts(6, 3, 4, reach=0.0).router.routing
+    entry, seed = torch.randn(NUM, 4).softmax(-1), new_seed(None, torch.device("cpu")) if drawn else None
+    options = {"stop": "drawn", "estimator": estimator, "temperature": 5.0, "num_steps": 12, "seed": seed}
+
+    def run(rows):
+        route = operations.sequence(routing, entry[rows], rows_B=rows, **options)
+        return route.nodes, route.active, route.num_active, *route.rates
+
+    whole = run(torch.arange(NUM))
+    for rows in parts():
+        assert_rows(run(rows), whole, rows, path)
+    assert len(whole[2].unique()) > 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("stream", ["residual", "skip-sum", "last"])
+@pytest.mark.parametrize("hidden_width", [5, 64])
+def test_what_experts_make_of_a_row_is_its_own(stream, hidden_width, path):
+    grid = RaytracedExperts(6, 3, 4, hidden=hidden_width).experts
+    hidden, active = torch.randn(NUM, 6), (torch.rand(NUM, 3, 4) < 0.4).float()
+    weights = active * torch.rand(NUM, 3, 4)
+
+    def run(rows):
+        layer = operations.experts_layer(grid, 1, hidden[rows], weights[rows, 1], active[rows, 1])
+        return operations.experts(grid, hidden[rows], active[rows], weights[rows], stream), layer
+
+    whole = run(torch.arange(NUM))
+    for rows in parts():
+        assert_rows(run(rows), whole, rows, path)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("stream", ["residual", "skip-sum", "last"])
+@pytest.mark.parametrize("weighting", ["unit", "rates-to-one", "rates"])
+def test_one_call_for_few_rows_gives_what_steps_give_for_many(stream, weighting, path):
+    layer, hidden = RaytracedExperts(6, 3, 4, reach=0.0), torch.randn(NUM, 6)
+    entry = torch.randn(NUM, 4).softmax(-1)
+    options = {"weighting": weighting, "stream": stream, "stop": "drawn", "estimator": "reinmax", "temperature": 1.0}
+    seed = new_seed(None, torch.device("cpu"))
+
+    def run(rows):
+        out, route = operations.raytrace(
+            layer.router.routing,
+            layer.experts,
+            hidden[rows],
+            entry[rows],
+            num_steps=12,
+            seed=seed,
+            rows_B=rows,
+            **options,
+        )
+        return out, route.nodes, route.active, route.num_active, *route.rates
+
+    whole = run(torch.arange(NUM))
+    for rows in parts():
+        assert_rows(run(rows), whole, rows, path)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("path")
+def test_a_models_answer_to_a_row_is_its_own_up_to_the_rounding_of_matrix_products(name, training):
+    options = {"train_select": "sample"} if name.startswith("mre") else {}
+    model = build(name, image_shape=(1, 4, 4), num_classes=3, **options).train(training)
+    images = torch.rand(NUM, 1, 4, 4)
+
+    def run(rows):
+        for buffer in model.layer.router.buffers():
+            buffer.zero_()  # what aux-free and ada-k keep from call to call
+        out = model(images[rows], generator=torch.Generator().manual_seed(3), rows=rows)
+        return out.num_experts, out.routes[0].active, out.logits
+
+    whole = run(torch.arange(NUM))
+    for rows in list(parts())[::3]:
+        assert_rows(run(rows), whole, rows, 1e-5)
