@@ -151,7 +151,13 @@ class RoutedLayer(nn.Module):
         What a vector draws follows from the generator's seed and its number in `rows` (...) alone (default: 0, 1, 2, …).
         `select` is how raytraced layers choose: "sample" or "greedy"; they run at most `max_experts` experts a vector.
         """
-        hidden_BD, call, put_back = self.as_rows(hidden, Call(select, max_experts, generator, rows), mask)
+        call = Call(select, max_experts, generator, rows)
+        if hidden.ndim == 2 and mask is None and rows is None:  # nothing to put in place: one image waits for every call
+            self.check(hidden)
+            check_generator(generator)
+            out, route, loss, judge, _ = self.run(hidden, call)
+            return LayerOutput(out, route, loss, judge, hidden if self.stream == "residual" else None)
+        hidden_BD, call, put_back = self.as_rows(hidden, call, mask)
         return put_back(self.run(hidden_BD, call))
 
     def as_rows(

@@ -133,17 +133,18 @@ class Classifier(Model):
         rows: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Output:
-        hidden_BD = self.input_block(inputs)
-        draws = fixed_draws(generator) if budgets else lambda: generator
+        hidden_BD, layer = self.input_block(inputs), self.layer
         options: dict[str, Any] = {"select": select, "rows": rows, "mask": mask}
-        out = self.layer(hidden_BD, max_experts=max_experts, generator=draws(), **options)
-        logits_BY = self.head(out.hidden)
-        loss = out.loss
+        draws = fixed_draws(generator) if budgets else None
+        out = layer(hidden_BD, max_experts=max_experts, generator=draws() if draws else generator, **options)
+        answer = self.answer(out)
         if judge is not None and out.judge is not None:
-            policy_loss = out.judge(judge(logits_BY.detach()))
-            loss = policy_loss if loss is None else loss + policy_loss
-        answers = (self.layer(hidden_BD, max_experts=budget, generator=draws(), **options) for budget in budgets)
-        return Output(logits_BY, (out.route,), loss, tuple(map(self.answer, answers)))
+            policy_loss = out.judge(judge(answer.logits.detach()))
+            answer = answer._replace(loss=policy_loss if out.loss is None else out.loss + policy_loss)
+        if draws is None:
+            return answer
+        early = (layer(hidden_BD, max_experts=budget, generator=draws(), **options) for budget in budgets)
+        return answer._replace(answers=tuple(map(self.answer, early)))
 
     def answer(self, out: LayerOutput) -> Output:
         """What a layer's vectors say."""

@@ -15,7 +15,7 @@ from raytraced.grid import Stream, run_dense
 from raytraced.layer import Call, Choice, LayerOutput, RoutedLayer, Router, Work, flat, make_grid
 from raytraced.routing import RoutingNetwork
 from raytraced.sequence import WEIGHTINGS, Estimator, Route, Select, Stop, check_sequence_options
-from raytraced.words import require, require_one_of
+from raytraced.words import require_one_of
 
 Weighting = Literal["unit", "rates-to-one", "rates"]
 MaskGradient = Literal["all", "active"]
@@ -209,10 +209,10 @@ class RaytracedExperts(RoutedLayer):
             return LayerOutput(
                 run_dense(self.experts, hidden_BD, plan.active, plan.weights, self.stream, True), plan.route
             )
-        router, routing, budget = self.router, self.router.routing, call.max_experts
-        require(budget is None or budget >= 0, "max_experts", budget, "must be at least 0, or None for no budget")
-        select = router.how(call)
-        require_one_of("select", select, get_args(Select))
+        router, budget = self.router, call.max_experts
+        routing, select = router.routing, router.how(call)
+        if select not in ("greedy", "sample") or (budget is not None and budget < 0):
+            check_sequence_options(select=select, stop=router.stop, estimator=router.estimator, max_experts=budget)
         hidden_BD, route = operations.raytrace(
             routing,
             self.experts,
