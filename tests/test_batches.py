@@ -66,7 +66,8 @@ def test_what_experts_make_of_a_row_is_its_own(stream, hidden_width, path):
     weights = active * torch.rand(NUM, 3, 4)
 
     def run(rows):
-        layer = operations.experts_layer(grid, 1, hidden[rows], weights[rows, 1], active[rows, 1])
+        apart = operations.unstacked(grid, hidden[rows])
+        layer = operations.experts_layer(apart, 1, hidden[rows], weights[rows, 1], active[rows, 1])
         return operations.experts(grid, hidden[rows], active[rows], weights[rows], stream), layer
 
     whole = run(torch.arange(NUM))

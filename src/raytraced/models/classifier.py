@@ -42,7 +42,7 @@ class InputBlock(nn.Module):
         if len(image_shape) != 3 or min(image_shape) < 1:
             raise ValueError(f"image_shape={image_shape}: must be three positive numbers (channels, height, width)")
         channels, height, width = self.image_shape = tuple(image_shape)
-        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
+        self.weights, self.biases, self.convolves = nn.ParameterList(), nn.ParameterList(), channels > 1
         if channels == 1:
             self.linear = nn.Linear(height * width, dim)
         else:
@@ -69,7 +69,7 @@ class InputBlock(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, D)."""
         pixels = self.normalise(images)
-        if self.weights:
+        if self.convolves:
             pixels = operations.convolution(pixels, list(self.weights), list(self.biases))
         return self.linear(pixels.flatten(1))
 
@@ -80,7 +80,7 @@ class InputBlock(nn.Module):
                 f"images have shape {tuple(images.shape)}: must be (batch, {', '.join(map(str, self.image_shape))})"
             )
         if images.dtype == torch.uint8:
-            return images.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
+            return (images * self.scale).add_(self.shift)
         if not images.is_floating_point():
             raise ValueError(f"images are {images.dtype}: must be uint8, or floats in 0 … 1")
         if not self.normalises:

@@ -41,7 +41,7 @@ _backward = library.bind("raytraced_experts_backward", ctypes.POINTER(Args))
 _plan = library.bind("raytraced_experts_plan", Int, Int, Int, Pointer, Int, Int, Pointer, Pointer, result=Int)
 
 # What a call is given and gives: spec (stream, and perhaps where the gradients go), data (active,), tensors (hidden, mix,
-# *weights, *biases): (B, D), (B, L, N), J of (L, N, O, K), J of (L, N, O).
+# *weights, *biases): (B, D), (B, L, N), J of (L, N, O, K), J of (L, N, O); of one layer alone all without the axis L.
 _KEPT = ("states", "results", "rows", "offsets")  # (L − 1 or L, B, D), (P, D), (P or more,), (chunks, M + 1)
 
 
@@ -53,6 +53,10 @@ def make_args(shape: Sequence[int], stream: int, chunk: int, parameters: Sequenc
     return Args(*numbers, widths=widths, parameters=table(parameters), **rest)
 
 
+def _shape(mix: Tensor) -> Sequence[int]:
+    return mix.shape if mix.ndim == 3 else (mix.shape[0], 1, mix.shape[1])
+
+
 def _chunk(batch: int, num_layers: int, weights: Sequence[Tensor]) -> int:
     """How many rows go down the layers together."""
     large = sum([weight.nbytes for weight in weights]) > num_layers * _LARGE_LAYER_BYTES
@@ -62,7 +66,7 @@ def _chunk(batch: int, num_layers: int, weights: Sequence[Tensor]) -> int:
 def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyped-def]
     """Hidden vectors through all layers, each expert weighted; what is kept besides: hidden activations of all pairs."""
     (hidden, mix, *parameters), active, stream = tensors, data[0], int(spec[0])
-    (B, L, N), D, weights = mix.shape, hidden.shape[-1], parameters[: len(parameters) // 2]
+    (B, L, N), D, weights = _shape(mix), hidden.shape[-1], parameters[: len(parameters) // 2]
     M, chunk = L * N, _chunk(B, L, weights)
     num_chunks = max(1, -(-B // chunk))
     # Who runs where: the rows of each expert, sorted by chunk, layer, expert and row, and where each expert's begin.
@@ -77,7 +81,7 @@ def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyp
     rest = point(("hidden", "mix", "out", *_KEPT), (hidden, mix, out, *kept))
     if keep:
         rest["inner"] = table(inner)
-    library.run(_forward, "experts", make_args(mix.shape, stream, chunk, parameters, **rest))
+    library.run(_forward, "experts", make_args((B, L, N), stream, chunk, parameters, **rest))
     return [out, *kept, *inner] if keep else [out]
 
 
@@ -93,8 +97,9 @@ def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[
     names = ("hidden", "mix", *_KEPT, "grad_out", "grad_hidden", "grad_mix", "grad_results")
     rest = point(names, (hidden, mix, *kept[:4], *grads, *gradients[:3]))
     rest |= {"inner": table(kept[4:]), "gradients": table(gradients[3:])}
-    chunk = _chunk(mix.shape[0], mix.shape[1], weights)
-    library.run(_backward, "experts", make_args(mix.shape, int(spec[0]), chunk, parameters, **rest))
+    shape = _shape(mix)
+    chunk = _chunk(shape[0], shape[1], weights)
+    library.run(_backward, "experts", make_args(shape, int(spec[0]), chunk, parameters, **rest))
     return [*gradients[:2], *gradients[3:]]
 
 
@@ -140,8 +145,8 @@ def cannot_layer(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor
 def run_layer(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor) -> Tensor:
     """What `raytraced.grid.run_layer_sparse` computes."""
     assert isinstance(apart, UnstackedExperts)
-    active_BLN, weights_BLN = active_BN.detach().to(hidden_BD.dtype)[:, None], weights_BN.to(hidden_BD.dtype)[:, None]
+    active_BN, weights_BN = active_BN.detach().to(hidden_BD.dtype), weights_BN.to(hidden_BD.dtype)
     homes = [weight if isinstance(weight, GradientHome) else None for weight in apart.weights]
     spec: tuple[Any, ...] = (STREAMS.index("last"), *([(homes, layer)] if any(homes) else []))
-    parameters = [parameter[None] for part in apart.layer_parameters(layer) for parameter in part]
-    return call(spec, (active_BLN,), hidden_BD, weights_BLN, *parameters)[0]
+    weights, biases = apart.layer_parameters(layer)
+    return call(spec, (active_BN,), hidden_BD, weights_BN, *weights, *biases)[0]

@@ -74,13 +74,13 @@ class GradientHome(Sequence[Tensor]):
         return self.layers[layer]
 
     def place(self, layer: int) -> Tensor:
-        """Where a call may write the gradient (1, …) of one layer; a second call for the same layer gets its own."""
+        """Where a call may write the gradient of one layer; a second call for the same layer gets its own."""
         if self.gradient is None:
             self.gradient, self.lent = empty_gradient(self.parameter), set()
         if layer in self.lent:
-            return torch.empty_like(self.gradient[layer : layer + 1])
+            return torch.empty_like(self.gradient[layer])
         self.lent.add(layer)
-        return self.gradient[layer : layer + 1]
+        return self.gradient[layer]
 
 
 class _Unstack(torch.autograd.Function):

@@ -43,10 +43,6 @@ class Loader(Protocol):
         """The batches of an epoch from `start_batch` on."""
         ...
 
-    def num_targets(self, batch: int) -> int:
-        """How many targets a batch of an epoch has in all processes together."""
-        ...
-
 
 class Data(Protocol):
     """A data set: its name, and the splits train, validation and test, of which each has a length."""
@@ -147,6 +143,9 @@ class Task(ABC, Generic[D]):
         """Pictures of how a trained model goes about some test data."""
         return []
 
-    def predict(self, model: Model, files: Sequence[str]) -> list[dict[str, Any]]:
-        """What a model says of some files: a row each, under the names that a table shows."""
+    def predict(self, model: Model, paths: Sequence[str], **options: Any) -> list[dict[str, Any]]:
+        """What a model says of files or folders: a row each, under the names that a table shows.
+
+        Options: `top` answers a row, `max_experts`, and `picture`, a PNG file to draw the paths into.
+        """
         raise ValueError(f"{model.name}: cannot predict files")

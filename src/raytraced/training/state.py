@@ -36,14 +36,13 @@ class Totals:
 
     def __init__(self, task: Task, world: World) -> None:
         self.task, self.world = task, world
-        self.sums: dict[str, Tensor] = {}
+        self.sums: dict[str, Any] = {}  # tensors, and numbers that need no device
 
     def add(self, result: StepResult, norm: Tensor) -> None:
         """Count one step of this process; what all know alike, the leader counts."""
-        once = 1 if self.world.leads else 0
-        for name, value in (result.sums | {"steps": once, "norm": norm * once}).items():
-            value = torch.as_tensor(value, dtype=torch.float64, device=self.world.device)
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        alike = {"steps": 1, "norm": norm} if self.world.leads else {"steps": 0, "norm": 0}
+        for name, value in (result.sums | alike).items():
+            self.sums[name] = self.sums.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
 
     def means(self, seconds: float) -> dict[str, float]:
         """The figures of a live display, from this process's own samples."""
@@ -51,14 +50,18 @@ class Totals:
 
     def reduced(self) -> dict[str, Tensor]:
         """The sums over all processes."""
-        return {name: self.world.sum(value.clone()) for name, value in self.sums.items()}
+        device = self.world.device
+        tensors = {
+            name: torch.as_tensor(value, dtype=torch.float64, device=device) for name, value in self.sums.items()
+        }
+        return {name: self.world.sum(tensor.clone()) for name, tensor in tensors.items()}
 
     def clear(self) -> None:
         """Begin a new epoch."""
         self.sums = {}
 
 
-def mean_figures(task: Task, sums: dict[str, Tensor], seconds: float) -> dict[str, float]:
+def mean_figures(task: Task, sums: dict[str, Any], seconds: float) -> dict[str, float]:
     """Means over the targets (the norm's over the steps) counted so far."""
     known = {name: float(value) for name, value in sums.items()}
     num = max(1.0, known["targets"])

@@ -21,18 +21,20 @@ from raytraced.routing import RoutingNetwork
 from raytraced.stopping import anytime
 from raytraced.tasks.images.dataset import Split
 
-INK, FAINT, RIGHT, WRONG = "#222222", "#C4C8CE", "#0072B2", "#D55E00"
+INK, FAINT = "#222222", "#C4C8CE"
+MARKS = {True: ("✓", "#0072B2"), False: ("✗", "#D55E00"), None: ("", "#222222")}  # right, wrong, not known
 
 
 class Trace(NamedTuple):
     """All that is drawn of one image."""
 
     image: np.ndarray  # (H, W) or (H, W, 3), 0 … 1
-    label: str
+    label: str | None  # the right answer, if it is known
     nodes: list[int]  # in order of activation
     answers: list[str]  # after 0, 1, … experts
     entry: Tensor  # (N,)
     sent: list[Tensor]  # of each layer (N, O): the firing rate that every node sends to every outlet
+    title: str = ""
 
 
 @torch.no_grad()
@@ -68,7 +70,7 @@ def router_of(model: Classifier) -> RaytracedRouter:
     return model.layer.router
 
 
-def trace(model: Classifier, image: Tensor, label: str, class_names: Sequence[str]) -> Trace:
+def trace(model: Classifier, image: Tensor, label: str | None, class_names: Sequence[str], title: str = "") -> Trace:
     """Follow one image (C, H, W), in bytes, through the model."""
     (route,), router = model(image[None]).routes, router_of(model)
     answers = [class_names[int(step.logits.argmax())] for step in anytime(model, image[None])]
@@ -76,7 +78,7 @@ def trace(model: Classifier, image: Tensor, label: str, class_names: Sequence[st
     entry_N = router.entry(model.input_block(image[None]))[0]
     sent = sent_rates(router.routing, entry_N, route.active[0])
     shown = (image[0] if len(image) == 1 else image.permute(1, 2, 0)) / 255
-    return Trace(shown.numpy(), label, nodes, answers[: len(nodes) + 1], entry_N, sent)
+    return Trace(shown.numpy(), label, nodes, answers[: len(nodes) + 1], entry_N, sent, title)
 
 
 def sent_rates(routing: RoutingNetwork, entry_N: Tensor, active_LN: Tensor) -> list[Tensor]:
@@ -123,7 +125,8 @@ def draw_trace(axes: Axes, one: Trace, num_layers: int, num_experts: int) -> Non
     )
     frame = Rectangle((middle - side, top), 2 * side, 2 * side, fill=False, edgecolor=FAINT, linewidth=0.7, zorder=3)
     axes.add_patch(frame)
-    axes.text(middle + side + 0.35, top + side, f"is\n“{one.label}”", va="center", ha="left", fontsize=8)
+    told = one.title if one.label is None else f"is\n“{one.label}”"
+    axes.text(middle + side + 0.35, top + side, told, va="center", ha="left", fontsize=8)
     place = {(layer, expert): (expert, -1.6 * layer) for layer in range(num_layers) for expert in range(num_experts)}
     for expert, rate in enumerate(one.entry.tolist()):
         draw_edge(axes, (middle, top), place[0, expert], rate)
@@ -167,7 +170,7 @@ def draw_answers(axes: Axes, one: Trace, middle: float, y: float) -> None:
     for row, number in enumerate([*told[:1], *told[1:][-2:], last] if last else [0]):
         answer = one.answers[number]
         when = "no expert" if number == 0 else f"after {number}"
-        right = answer == one.label
-        text = f"{when}: {answer} {'✓' if right else '✗'}"
-        colour, weight = RIGHT if right else WRONG, "bold" if number == last else "normal"
+        right = None if one.label is None else answer == one.label
+        text = f"{when}: {answer} {MARKS[right][0]}"
+        colour, weight = MARKS[right][1], "bold" if number == last else "normal"
         axes.text(middle, y - 0.68 * row, text, ha="center", va="top", fontsize=7.5, color=colour, weight=weight)

@@ -18,7 +18,6 @@ from raytraced.routers.raytraced import RaytracedExperts
 from raytraced.tasks.images.dataset import Dataset
 from raytraced.tasks.images.loader import Loader
 from raytraced.tasks.images.loading import load
-from raytraced.tasks.images.reading import read_image
 from raytraced.tasks.task import Batch, Table, Task
 from raytraced.words import did_you_mean
 
@@ -147,19 +146,10 @@ class ImageTask(Task[Dataset]):
         draw_sequences(model, data.test, folder / "sequences.png")
         return [folder / "sequences.png"]
 
-    def predict(self, model: Model, files: Sequence[str]) -> list[dict[str, Any]]:
-        assert model.card is not None
-        channels, height, width = model.card.spec["image_shape"]
-        images = [read_image(path, height=height, width=width, colour=channels > 1) for path in files]
-        parameter = next(model.parameters())
-        with torch.no_grad():
-            out = model(torch.stack([torch.from_numpy(image) for image in images]).to(parameter.device))
-        probability_B, answer_B = out.logits.float().softmax(-1).max(-1)
-        names = model.card.spec["class_names"]
-        return [
-            {"image": path, "answer": names[int(answer)], "probability": float(probability), "experts": int(experts)}
-            for path, answer, probability, experts in zip(files, answer_B, probability_B, out.num_experts, strict=True)
-        ]
+    def predict(self, model: Model, paths: Sequence[str], **options: Any) -> list[dict[str, Any]]:
+        from raytraced.tasks.images.prediction import predict
+
+        return predict(model, known_classes(model), paths, **options)
 
 
 def known_classes(model: Model) -> tuple[str, ...]:
