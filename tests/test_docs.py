@@ -103,10 +103,10 @@ def workplace(things, tmp_path, monkeypatch) -> Path:
 def as_before(monkeypatch, tmp_path) -> Iterator[None]:
     """Whatever a page adds to the package, in tables and in files, is gone afterwards."""
     from raytraced.operations import OPERATIONS
-    from raytraced.tasks.images.catalog import PUBLIC_SETS
+    from raytraced.tasks.images.catalog import CATALOG
     from raytraced.tasks.table import TASKS
 
-    tables = [(table, dict(table)) for table in (MODELS, FAMILIES, TASKS, PUBLIC_SETS)]
+    tables = [(table, dict(table)) for table in (MODELS, FAMILIES, TASKS, CATALOG)]
     for operation in OPERATIONS.values():
         monkeypatch.setattr(operation, "implementations", operation.implementations)
     yield

@@ -3,7 +3,7 @@
 Axes: B batch, L layers, N experts a layer, D width, H an expert's inner width, n the rows that one expert gets.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -44,10 +44,7 @@ class MLPExperts(nn.Module):
             nn.init.uniform_(bias, -bound, bound)
 
     def run_layer(self, layer: int, hidden_BD: Tensor) -> Tensor:
-        x_NBD = hidden_BD.expand(self.num_experts, *hidden_BD.shape)
-        for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            x_NBD = torch.baddbmm(bias[layer][:, None], F.relu(x_NBD) if index else x_NBD, weight[layer].mT)
-        return x_NBD.transpose(0, 1)
+        return _run_mlps([weight[layer] for weight in self.weights], [bias[layer] for bias in self.biases], hidden_BD)
 
     def run_expert(self, layer: int, expert: int, hidden_nD: Tensor) -> Tensor:
         for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
@@ -68,6 +65,14 @@ class MLPExperts(nn.Module):
         return f"{self.num_layers} layers of {self.num_experts}, widths {'-'.join(map(str, self.widths))}"
 
 
+def _run_mlps(weights: Sequence[Tensor], biases: Sequence[Tensor], hidden_BD: Tensor) -> Tensor:
+    """All experts of a layer on all rows (B, N, D)."""
+    x_NBD = hidden_BD.expand(len(weights[0]), *hidden_BD.shape)
+    for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        x_NBD = torch.baddbmm(bias[:, None], F.relu(x_NBD) if index else x_NBD, weight.mT)
+    return x_NBD.transpose(0, 1)
+
+
 class UnstackedExperts:
     """MLP experts whose parameters are taken apart once: autograd then puts their gradients together once.
 
@@ -82,6 +87,13 @@ class UnstackedExperts:
     def layer_parameters(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
         """Weights (N, O, K) and biases (N, O) of a layer, one for each linear layer of its experts."""
         return [weight[layer] for weight in self.weights], [bias[layer] for bias in self.biases]
+
+    def idle_parameters(self, layer: int, ran: Collection[int]) -> list[Tensor]:
+        """What gets no gradient when these experts of a layer ran: a stack gets one for all of its experts."""
+        return [] if ran else [*self.layer_parameters(layer)[0], *self.layer_parameters(layer)[1]]
+
+    def run_layer(self, layer: int, hidden_BD: Tensor) -> Tensor:
+        return _run_mlps(*self.layer_parameters(layer), hidden_BD)
 
     def run_expert(self, layer: int, expert: int, hidden_nD: Tensor) -> Tensor:
         if layer not in self._apart:
@@ -114,6 +126,11 @@ class ModuleExperts(nn.Module):
                 "must keep the shape; project inside the expert"
             )
         return result_nD
+
+    def idle_parameters(self, layer: int, ran: Collection[int]) -> list[Tensor]:
+        """What gets no gradient when these experts of a layer ran."""
+        idle = (self.nodes[layer * self.num_experts + i] for i in range(self.num_experts) if i not in ran)
+        return [parameter for node in idle for parameter in node.parameters()]
 
     def unstacked(self, unbind: Unbind = torch.unbind) -> "ModuleExperts":
         return self
@@ -149,7 +166,7 @@ class Plan(NamedTuple):
             start += count
 
 
-def update_dense(experts: Experts, layer: int, hidden_BD: Tensor, weights_BN: Tensor) -> Tensor:
+def update_dense(experts: Experts | Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor) -> Tensor:
     """The weighted sum of a layer's experts, each run on every row: every weight gets a gradient."""
     return torch.einsum("bn,bnd->bd", weights_BN.to(hidden_BD.dtype), experts.run_layer(layer, hidden_BD).to(hidden_BD))
 
@@ -158,10 +175,18 @@ def update_sparse(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tenso
     """The weighted sum of a layer's experts, each run on its own rows only, added in the experts' order."""
     # The sum starts from no rows of `hidden`: where nobody is active it still is a function of it, with a gradient of zero.
     update_BD = torch.zeros_like(hidden_BD).index_add(0, plan.rows[:0], hidden_BD[:0])
+    ran = set()
     for expert, rows_n in plan.layer(layer):
+        ran.add(expert)
         result_nD = apart.run_expert(layer, expert, hidden_BD[rows_n])
         weight_n1 = weights_BN[rows_n, expert, None]
         update_BD = update_BD.index_add(0, rows_n, (result_nD * weight_n1).to(hidden_BD.dtype))
+    if torch.is_grad_enabled() and torch.distributed.is_available() and torch.distributed.is_initialized():
+        # DDP waits for the gradient of every parameter: experts without rows add none of their numbers, and get zeros.
+        none = [idle.reshape(-1)[:0] for idle in apart.idle_parameters(layer, ran) if idle.requires_grad]
+        if none:
+            none_0D = torch.cat(none).view(0, hidden_BD.shape[-1]).to(hidden_BD.dtype)
+            update_BD = update_BD.index_add(0, plan.rows[:0], none_0D)
     return update_BD
 
 
@@ -201,6 +226,11 @@ def run_sparse(experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_
     return run_stream(
         stream, experts.num_layers, hidden_BD, lambda l, h_BD: update_sparse(apart, l, h_BD, weights_BLN[:, l], plan)
     )
+
+
+def run_layer_dense(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor) -> Tensor:
+    """As `run_layer_sparse`, all experts on all rows."""
+    return update_dense(apart, layer, hidden_BD, weights_BN * active_BN.detach())
 
 
 def run_layer_sparse(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor) -> Tensor:

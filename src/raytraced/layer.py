@@ -152,7 +152,9 @@ class RoutedLayer(nn.Module):
         `select` is how raytraced layers choose: "sample" or "greedy"; they run at most `max_experts` experts a vector.
         """
         call = Call(select, max_experts, generator, rows)
-        if hidden.ndim == 2 and mask is None and rows is None:  # nothing to put in place: one image waits for every call
+        if (
+            hidden.ndim == 2 and mask is None and rows is None
+        ):  # nothing to put in place: one image waits for every call
             self.check(hidden)
             check_generator(generator)
             out, route, loss, judge, _ = self.run(hidden, call)

@@ -4,6 +4,7 @@ Axes: B batch, L layers, N experts a layer, O = N + 1 outlets of a gate (the nex
 K inputs of a node (1 in the first layer, N below).
 """
 
+from contextlib import nullcontext
 from math import isfinite
 from typing import NamedTuple
 
@@ -67,7 +68,7 @@ class RoutingNetwork(nn.Module):
         """Send the entry rates through the active nodes; at least in float32, whatever the inputs' precision."""
         self._check(entry_BN, active_BLN)
         dtype = torch.promote_types(entry_BN.dtype, torch.float32)
-        with torch.autocast(entry_BN.device.type, enabled=False):
+        with nullcontext() if entry_BN.is_meta else torch.autocast(entry_BN.device.type, enabled=False):
             inputs_BNK = entry_BN.to(dtype)[:, :, None]
             active_BLN = active_BLN.to(dtype)
             layers, output_B = [], entry_BN.new_zeros(entry_BN.shape[0], dtype=dtype)

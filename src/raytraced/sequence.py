@@ -75,6 +75,8 @@ GRADIENTS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Te
 class _Draw(torch.autograd.Function):
     """An exact one-hot draw with an estimator's gradient; hard − soft + soft would be 0/1 only up to rounding."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         probs_BK: Tensor, draw_BK: Tensor, noise_BK: Tensor | None, estimator: str, temperature: float
@@ -88,12 +90,47 @@ class _Draw(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_BK):  # type: ignore[no-untyped-def]
-        probs_BK, draw_BK, noise_BK = ctx.saved_tensors
-        # Masked, not log(P + eps): a non-candidate's P is 0, but its gradient through an inactive node above is not.
-        others_BK = probs_BK <= 0
-        gradient = GRADIENTS[ctx.estimator]
-        grad_probs_BK = gradient(grad_BK.masked_fill(others_BK, 0), probs_BK, draw_BK, noise_BK, ctx.temperature)
-        return grad_probs_BK.masked_fill(others_BK, 0), None, None, None, None
+        probs_BK, *rest = ctx.saved_tensors
+        return _gradient(grad_BK, probs_BK, *rest, ctx.estimator, ctx.temperature), None, None, None, None
+
+
+class _DrawBothWays(_Draw):
+    """The same with a forward derivative, which torch.compile would not let pass."""
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        _Draw.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:3])
+
+    @staticmethod
+    def jvp(ctx, tangent_BK, *others):  # type: ignore[no-untyped-def]
+        """What the estimator's gradient says of a step along the tangent: it is linear, so units give all of its matrix."""
+        probs_BK, *rest = ctx.saved_tensors
+        units_K1K = torch.eye(probs_BK.shape[-1], dtype=probs_BK.dtype, device=probs_BK.device)[:, None]
+        return (_gradient(units_K1K, probs_BK, *rest, ctx.estimator, ctx.temperature) * tangent_BK).sum(-1).mT
+
+
+def _gradient(
+    grad_BK: Tensor, probs_BK: Tensor, draw_BK: Tensor, noise_BK: Tensor | None, estimator: str, temperature: float
+) -> Tensor:
+    # Masked, not log(P + eps): a non-candidate's P is 0, but its gradient through an inactive node above is not.
+    others_BK = probs_BK <= 0
+    gradient = GRADIENTS[estimator]
+    return gradient(grad_BK.masked_fill(others_BK, 0), probs_BK, draw_BK, noise_BK, temperature).masked_fill(
+        others_BK, 0
+    )
+
+
+def any_seen(values: Tensor) -> bool | None:
+    """Whether any value is not zero; None where no value can be looked at: torch.compile, torch.export, vmap, meta tensors."""
+    if torch.compiler.is_compiling():
+        return None
+    if torch.jit.is_tracing():
+        raise NotImplementedError("torch.jit.trace: would keep its example's experts for every input; use torch.export")
+    try:
+        return bool(values.any())
+    except RuntimeError:  # a meta tensor has no values, one of vmap has many
+        return None
 
 
 def _choose(probs_BK: Tensor, noise: Tensor | None) -> Tensor:
@@ -129,11 +166,13 @@ def unroll(
     """Algorithm 1 step by step in plain PyTorch, the definition of every faster version; greedy where seed is None."""
     B, L, N, M = entry_BN.shape[0], routing.num_layers, routing.num_experts, routing.num_nodes
     rows_B = torch.arange(B, device=entry_BN.device) if rows_B is None else rows_B
+    candidates_K = torch.arange(M + 1, device=entry_BN.device)
     active_BM = entry_BN.new_zeros(B, M)
-    nodes_BT = torch.full((B, num_steps), -1, dtype=torch.int64, device=entry_BN.device)
+    nodes: list[Tensor] = []
     running_B = torch.ones(B, dtype=torch.bool, device=entry_BN.device)
+    draw = _Draw if torch.compiler.is_compiling() else _DrawBothWays
     for step in range(num_steps):
-        if not bool(running_B.any()):
+        if any_seen(running_B) is False:
             break
         rates = routing(entry_BN, active_BM.view(B, L, N))
         probs_BK = torch.cat((rates.nodes.flatten(1) * (1 - active_BM), rates.output[:, None]), -1)
@@ -143,14 +182,16 @@ def unroll(
             gumbel = estimator == "gumbel"
             noise = exponential(seed, rows_B, step, M + 1).to(probs_BK) if gumbel else uniform(seed, rows_B, step)
         choice_B = _choose(_apply_stop(probs_BK.detach(), stop), noise)
-        draw_BK = torch.nn.functional.one_hot(choice_B, M + 1).to(probs_BK) * running_B[:, None]
+        draw_BK = (choice_B[:, None] == candidates_K).to(probs_BK) * running_B[:, None]
         race_BK = noise if estimator == "gumbel" else None
         # The stop draw keeps its gradient: its hard part adds no node, its soft part still moves every rate.
-        drawn_BK = _Draw.apply(probs_BK, draw_BK, race_BK, estimator, temperature) * running_B[:, None]
+        drawn_BK = draw.apply(probs_BK, draw_BK, race_BK, estimator, temperature) * running_B[:, None]
 
         active_BM = active_BM + drawn_BK[:, :M]
         running_B = running_B & (choice_B < M)
-        nodes_BT[:, step] = torch.where(running_B, choice_B, -1)
+        nodes.append(torch.where(running_B, choice_B, -1))
+    nodes += [torch.full((B,), -1, device=entry_BN.device)] * (num_steps - len(nodes))
+    nodes_BT = torch.stack(nodes, 1) if nodes else running_B.new_empty(B, 0, dtype=torch.int64)
     active_BLN = active_BM.view(B, L, N)
     return Route(active_BLN, nodes_BT, (nodes_BT >= 0).sum(-1), routing(entry_BN, active_BLN))
 

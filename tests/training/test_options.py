@@ -45,16 +45,16 @@ ELSEWHERE = {
     "data_root": "tests/data",
     "preset": "test_cli.py",
     "patience": "test_patience_stops_early_and_keeps_the_best_weights",
-    "device": "test_faults.py",
+    "device": "tests/commands/test_train.py",
     "threads": "test_threads_are_set",
     "precision": "test_mixed_precision.py",
     "compile": "test_mixed_precision.py",
     "strategy": "test_distributed.py",
-    "output": "test_run_folder.py",
+    "output": "tests/commands/test_train.py",
     "name": "test_run_folder.py",
     "checkpoint_seconds": "test_checkpoints_are_written_by_the_clock_and_by_steps",
     "checkpoint_steps": "test_checkpoints_are_written_by_the_clock_and_by_steps",
-    "quiet": "test_run_folder.py",
+    "quiet": "tests/commands/test_train.py",
 }
 
 

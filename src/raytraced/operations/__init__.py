@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from raytraced.grid import Experts, MLPExperts, Stream, run_dense, run_layer_sparse, run_sparse
+from raytraced.grid import Apart, Experts, MLPExperts, Stream, run_dense, run_layer_dense, run_layer_sparse, run_sparse
 from raytraced.operations import cpp_convolution, cpp_experts, cpp_library, cpp_raytrace, cpp_sequence
 from raytraced.operations.cpp_gradients import unstacked as unstacked
 from raytraced.operations.operation import OPERATIONS as OPERATIONS
 from raytraced.operations.operation import Implementation, Operation, use
 from raytraced.routing import RoutingNetwork
-from raytraced.sequence import WEIGHTINGS, Route, unroll
+from raytraced.sequence import WEIGHTINGS, Route, any_seen, unroll
 
 # sequence(routing, entry_BN, *, stop, estimator, temperature, num_steps, seed, rows_B) -> Route
 sequence = Operation(
@@ -43,11 +43,25 @@ sequence = Operation(
 _SMALL_LAYER = 20_000_000
 
 
-def _small(experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream) -> str | None:
+def _unseen(active: Tensor) -> str | None:
+    # Compiled or exported, one graph serves every path: there an expert's rows cannot be told apart.
+    hidden = any_seen(active[:1].detach()) is None
+    return "who is active cannot be looked at (compiled, exported, vmap, meta): all run, masked" if hidden else None
+
+
+def _prefer_dense(
+    experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream
+) -> str | None:
     # Modules are run one by one anyway: each on its own rows.
     if isinstance(experts, MLPExperts) and len(hidden_BD) * experts.num_experts * experts.num_weights < _SMALL_LAYER:
         return f"fewer than {_SMALL_LAYER:,} multiply-adds a layer: running all experts takes fewer calls"
-    return None
+    return _unseen(active_BLN)
+
+
+def _prefer_dense_layer(
+    apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor
+) -> str | None:
+    return _unseen(active_BN)
 
 
 # experts(experts, hidden_BD, active_BLN, weights_BLN, stream) -> hidden_BD: a grid of which it is known who runs
@@ -56,8 +70,8 @@ experts = Operation(
     # each MLP expert on its own rows in one call, at any size: ordinary CPU tensors of one precision
     Implementation("cpp", cpp_experts.run, cannot=cpp_experts.cannot),
     # each expert on its own rows: large layers, and experts of one's own
-    Implementation("sparse", run_sparse, "plain", unless=_small),
-    # all experts on all rows, masked
+    Implementation("sparse", run_sparse, "plain", unless=_prefer_dense),
+    # all experts on all rows, masked: small layers, and where it cannot be seen who is active
     Implementation("dense", run_dense, "plain"),
 )
 
@@ -66,7 +80,8 @@ experts = Operation(
 experts_layer = Operation(
     "experts_layer",
     Implementation("cpp", cpp_experts.run_layer, cannot=cpp_experts.cannot_layer),
-    Implementation("sparse", run_layer_sparse, "plain"),
+    Implementation("sparse", run_layer_sparse, "plain", unless=_prefer_dense_layer),
+    Implementation("dense", run_layer_dense, "plain"),
 )
 
 

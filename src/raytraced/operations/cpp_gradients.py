@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from raytraced.grid import Apart, Experts
@@ -92,10 +91,11 @@ class _Unstack(torch.autograd.Function):
         return parameter.unbind(0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         home = ctx.home
         whole, home.gradient = home.gradient, None
+        if torch.is_grad_enabled():  # second derivatives are wanted: what is written in place has none
+            return torch.stack([torch.zeros_like(home.parameter[0]) if g is None else g for g in grads]), None
         if whole is None:
             whole = empty_gradient(home.parameter)
         for place, grad in zip(whole.unbind(0), grads, strict=True):

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
-from torch.autograd.function import once_differentiable
 
 from raytraced.operations.operation import VARIABLE
 
@@ -189,8 +188,28 @@ class _Eager(torch.autograd.Function):
         return returned
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        saved = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: checkpointing computes them when asked, and refuses to be asked again
         tensors, kept = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
-        return None, None, None, *ctx.call.send_back(ctx.spec, ctx.data, tensors, kept, grads)
+
+        def send_back(*grads):  # type: ignore[no-untyped-def]
+            return ctx.call.send_back(ctx.spec, ctx.data, tensors, kept, grads)
+
+        wants_second = torch.is_grad_enabled()
+        gradients = _First.apply(send_back, len(grads), *grads, *tensors) if wants_second else send_back(*grads)
+        return None, None, None, *gradients
+
+
+class _First(torch.autograd.Function):
+    """First derivatives of which there are no second ones: marked once-differentiable, they would be constants in silence."""
+
+    @staticmethod
+    def forward(ctx, send_back, num_grads, *grads_and_tensors):  # type: ignore[no-untyped-def]
+        return tuple(send_back(*grads_and_tensors[:num_grads]))
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        raise NotImplementedError(
+            "second derivatives: the compiled operations have none; "
+            'run the layer inside `with raytraced.operations.use("plain")`'
+        )

@@ -19,7 +19,7 @@ class TaskInfo(NamedTuple):
     """a function that says whether a path holds data of this kind"""
 
 
-TASKS = {"images": TaskInfo("images.task:ImageTask", "images.catalog:NAMES", "images.catalog:takes_path")}
+TASKS = {"images": TaskInfo("images.task:ImageTask", "images.catalog:CATALOG", "images.catalog:takes_path")}
 
 
 def find_task(data: str) -> "Task[Any]":

@@ -104,7 +104,8 @@ def _train(
             optim.set_learning_rate(optimizer, optim.learning_rate_factor(config, state.step, len(loader)))
             with amp:
                 result = compute_loss(batch, step_seed(config.seed, state.step), world.total(batch.num_targets))
-            optimizer.zero_grad()
+            for parameter in parameters:
+                parameter.grad = None  # what zero_grad does, in a twentieth of its time
             result.loss.backward()
             norm = optim.gradient_norm(parameters, config.clip)
             if not bool(torch.isfinite(norm)):  # before the weights move: the last checkpoint stays a good one

@@ -7,17 +7,17 @@ import pytest
 from raytraced.commands.data import get
 from raytraced.data.cache import cache_root, entry_folder
 from raytraced.data.obtain import obtain
-from raytraced.tasks.images.catalog import PUBLIC_SETS
+from raytraced.tasks.images.catalog import CATALOG
 from raytraced.tasks.images.loading import load
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("name", PUBLIC_SETS)
+@pytest.mark.parametrize("name", [one.name for one in CATALOG["union"].parts])
 def test_every_checksum_of_a_set_fetched_into_an_empty_cache(name, tmp_path, monkeypatch):
     monkeypatch.delenv("RAYTRACED_DATA", raising=False)
     monkeypatch.setenv("RAYTRACED_HOME", str(tmp_path))
     get([name])
-    public_set = PUBLIC_SETS[name]
+    public_set = {one.name: one for one in CATALOG["union"].parts}[name]
     arrays = obtain(public_set, cache_root())
     found = {key: hashlib.sha256(array.tobytes()).hexdigest() for key, array in arrays.items()}
     assert found == {key: info.sha256 for key, info in public_set.arrays.items()}

@@ -1,23 +1,10 @@
 """The image sets there are, and for the public ones: their classes, their checksums, and where they can be had."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from raytraced.data.sources import Address, ArrayInfo, DebianPackage, Entry, NpmPackage, PublicSet
+from raytraced.data.sources import Address, DebianPackage, Entry, NpmPackage
 from raytraced.tasks.images.decode import CIFAR_BATCHES, IDX_FILES, SHEET_LABELS, decode_cifar10, decode_mnist
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageSet(PublicSet):
-    """Images (n, C, H, W) and labels (n,) of training and test, and the names of the classes."""
-
-    class_names: tuple[str, ...]
-
-
-def _arrays(nums: tuple[int, int], image_shape: tuple[int, int, int], *sha256: str) -> dict[str, ArrayInfo]:
-    shapes: list[tuple[int, ...]] = [shape for num in nums for shape in ((num, *image_shape), (num,))]
-    return dict(zip(IDX_FILES, map(ArrayInfo, shapes, sha256), strict=True))
-
+from raytraced.tasks.images.image_set import ImageSet, image_arrays
 
 _IDX_GZIPPED = tuple(f"{file}.gz" for file in IDX_FILES.values())
 _IDX_WANTED = frozenset((*IDX_FILES.values(), *_IDX_GZIPPED))
@@ -25,7 +12,7 @@ _IDX_WANTED = frozenset((*IDX_FILES.values(), *_IDX_GZIPPED))
 MNIST = ImageSet(
     name="mnist",
     class_names=tuple("0123456789"),
-    arrays=_arrays(
+    arrays=image_arrays(
         (60000, 10000),
         (1, 28, 28),
         "741c988805d008ac6e4c904b69001ba184c24b2c540a4ef403f4c71b676cf757",
@@ -47,7 +34,7 @@ _CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Sh
 FASHION_MNIST = ImageSet(
     name="fashion-mnist",
     class_names=_CLOTHES,
-    arrays=_arrays(
+    arrays=image_arrays(
         (60000, 10000),
         (1, 28, 28),
         "2e487a6c89124f78f2d7521542223cafe96f7123c3ca13d447772ac6ecbb3012",
@@ -68,7 +55,7 @@ FASHION_MNIST = ImageSet(
 CIFAR10 = ImageSet(
     name="cifar10",
     class_names=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
-    arrays=_arrays(
+    arrays=image_arrays(
         (50000, 10000),
         (3, 32, 32),
         "9d5c2eddadb0deff02c14c350c0385aab7b1d5ff1edfeb4997c8dc8644960111",
@@ -86,9 +73,7 @@ CIFAR10 = ImageSet(
     archives=("cifar-10-binary.tar.gz", "cifar-10-python.tar.gz"),
 )
 
-PUBLIC_SETS = {image_set.name: image_set for image_set in (MNIST, FASHION_MNIST, CIFAR10)}
-
-# The lines of `raytraced data list`.
+# Every image set by name: what it holds, and the public sets that it is made of.
 CATALOG = {
     "digits": Entry("1,797 images 1x8x8, 10 classes", ()),
     "mnist": Entry("70,000 images 1x28x28, 10 classes", (MNIST,)),
@@ -96,7 +81,7 @@ CATALOG = {
     "cifar10": Entry("60,000 images 3x32x32, 10 classes", (CIFAR10,)),
     "union": Entry("200,000 images 1x28x28, 30 classes", (MNIST, FASHION_MNIST, CIFAR10)),
 }
-NAMES = tuple(CATALOG)
+NAMES = CATALOG.keys()
 
 
 def takes_path(path: Path) -> bool:

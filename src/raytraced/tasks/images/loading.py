@@ -9,8 +9,9 @@ import torch
 
 from raytraced.data.cache import cache_root
 from raytraced.data.obtain import obtain
-from raytraced.tasks.images.catalog import NAMES, PUBLIC_SETS
+from raytraced.tasks.images.catalog import CATALOG, NAMES
 from raytraced.tasks.images.dataset import Dataset, Split, build_dataset, channel_statistics
+from raytraced.tasks.images.image_set import ImageSet
 from raytraced.tasks.images.own import load_folder, load_npz
 from raytraced.words import did_you_mean
 
@@ -32,9 +33,10 @@ def load(
         return load_digits()
     if name == "union":
         return load_union(root)
-    if name in PUBLIC_SETS:
-        arrays = obtain(PUBLIC_SETS[name], cache_root(root))
-        return build_dataset(name, PUBLIC_SETS[name].class_names, **arrays)
+    if name in CATALOG:
+        (image_set,) = CATALOG[name].parts
+        assert isinstance(image_set, ImageSet)
+        return build_dataset(name, image_set.class_names, **obtain(image_set, cache_root(root)))
     path = Path(os.path.abspath(Path(name).expanduser()))  # so that "." has a name
     if path.is_dir():
         return load_folder(path, size=size, colour=colour, skip_bad=skip_bad)
@@ -53,7 +55,7 @@ def load_digits() -> Dataset:
 
 def load_union(root: str | Path | None = None) -> Dataset:
     """Return the 30-class task of all public sets, split by split; CIFAR-10 is made grey and cut to its middle 28 x 28."""
-    parts = [load(name, root) for name in PUBLIC_SETS]
+    parts = [load(part.name, root) for part in CATALOG["union"].parts]
 
     def join(split_name: str) -> Split:
         splits = [getattr(part, split_name) for part in parts]

@@ -1,0 +1,270 @@
+"""The layer inside what PyTorch does to modules: compiled, exported, mapped, differentiated, checkpointed, without values."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.utils.checkpoint import checkpoint
+
+from raytraced import PAPER, HiddenOnly, RaytracedExperts, operations
+from raytraced.layer import routed_layer
+from raytraced.routers.chain import ChainOfExperts
+from raytraced.routers.threshold import Threshold
+from raytraced.routers.top_any import TopAny
+from raytraced.routers.top_k import TopK
+
+# What PyTorch says of itself: torch.jit.trace is old, forward derivatives are made by torch.jit.script.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit", "ignore::UserWarning")
+
+
+def own_expert():
+    return nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6))
+
+
+EXPERTS = {"mlp": None, "own": own_expert}
+LAYERS = {
+    "raytraced": lambda **options: RaytracedExperts(6, 3, 4, reach=0.0, **options),
+    "paper": lambda **options: RaytracedExperts(6, 3, 4, **PAPER, **options),
+    "straight-through": lambda **o: RaytracedExperts(6, 3, 4, estimator="straight-through", stop="dominant", **o),
+    "top-k": lambda **options: routed_layer(TopK, 6, 3, 4, **options),
+    "threshold": lambda **options: routed_layer(Threshold, 6, 3, 4, **options),
+    "top-any": lambda **options: routed_layer(TopAny, 6, 3, 4, **options),
+    "chain": lambda **options: routed_layer(ChainOfExperts, 6, 3, 4, **options),
+}  # fmt: skip
+RAYTRACED = ("raytraced", "paper", "straight-through")
+every_layer = pytest.mark.parametrize("name", LAYERS)
+every_expert = pytest.mark.parametrize("experts", EXPERTS)
+each_path = pytest.mark.parametrize(
+    "path",
+    [pytest.param("cpp", marks=pytest.mark.skipif(not operations.available(), reason="no library")), "plain"],
+)
+
+
+def make(name, experts, training=False):
+    torch.manual_seed(2)
+    layer = LAYERS[name](expert=EXPERTS[experts]).double()
+    return layer.train(training)
+
+
+def vectors(num=7):
+    return torch.randn(num, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(num))
+
+
+def values_and_gradients(layer, run, hidden):
+    """What a run gives, and the gradients of a loss of it."""
+    torch.manual_seed(5)  # for what draws
+    hidden = hidden.clone().requires_grad_()
+    out = run(hidden)
+    leaves = [hidden, *layer.parameters()]
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves, materialize_grads=True)]
+
+
+def assert_alike(found, wanted, atol=1e-10):
+    for this, that in zip(found, wanted, strict=True):
+        torch.testing.assert_close(this, that, rtol=0, atol=atol)
+
+
+@each_path
+@every_expert
+@every_layer
+def test_compiled_whole_it_gives_the_same_values_and_gradients(name, experts, path):
+    layer = make(name, experts, training=name in RAYTRACED)
+    torch._dynamo.reset()
+    with operations.use(path):
+        whole = torch.compile(lambda x: layer(x).hidden, backend="aot_eager", fullgraph=True)
+        found = values_and_gradients(layer, whole, vectors())
+        wanted = values_and_gradients(layer, lambda x: layer(x).hidden, vectors())
+    if name == "paper":  # the compiler draws its seeds elsewhere
+        found, wanted = [each.shape for each in found], [each.shape for each in wanted]
+        assert found == wanted
+    else:
+        assert_alike(found, wanted)
+
+
+@each_path
+@every_expert
+@every_layer
+def test_exported_it_serves_batches_of_every_size(name, experts, path):
+    block = HiddenOnly(make(name, experts))
+    sizes = ({0: torch.export.Dim("batch", min=2, max=100)},)
+    with operations.use(path), torch.no_grad():
+        exported = torch.export.export(
+            block, (vectors(7),), dynamic_shapes={"hidden": sizes[0], "options": {}}
+        ).module()
+        for num in (2, 7, 90):
+            torch.testing.assert_close(exported(vectors(num)), block(vectors(num)), rtol=0, atol=1e-10)
+
+
+def test_compiled_experts_of_ones_own_all_run_and_the_table_says_why(monkeypatch):
+    layer, x = make("raytraced", "own"), vectors()
+    active = torch.ones(7, 3, 4, dtype=torch.float64)
+    whole = (layer.experts, x, active, active, "residual")
+    part = (layer.experts, 1, x, active[:, 1], active[:, 1])
+    assert operations.experts.explain(*whole).name == "sparse"
+    assert operations.experts_layer.explain(*part).name == "sparse"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for operation, args in ((operations.experts, whole), (operations.experts_layer, part)):
+        implementation, reason = operation.explain(*args)
+        assert implementation == "dense"
+        assert reason.endswith(
+            "not sparse: who is active cannot be looked at (compiled, exported, vmap, meta): all run, masked"
+        )
+
+
+@every_expert
+@every_layer
+def test_mapped_over_vectors_each_gets_its_own_answer_and_gradient(name, experts):
+    layer, x = make(name, experts), vectors()
+
+    def one(vector_D):
+        return layer(vector_D[None]).hidden[0]
+
+    torch.testing.assert_close(vmap(one)(x), layer(x).hidden, rtol=0, atol=1e-10)
+    found = vmap(grad(lambda vector_D: one(vector_D).square().sum()))(x)
+    torch.testing.assert_close(found, values_and_gradients(layer, lambda x: layer(x).hidden, x)[1], rtol=0, atol=1e-10)
+
+
+@every_expert
+def test_mapped_over_parameters_an_ensemble_answers_at_once(experts):
+    layers, x = [make("raytraced", experts) for _ in range(3)], vectors()
+    for number, layer in enumerate(layers):
+        nn.init.normal_(layer.router.gate.weight, generator=torch.Generator().manual_seed(number))
+    parameters, buffers = torch.func.stack_module_state(layers)
+    found = vmap(lambda p, b: functional_call(layers[0], (p, b), (x,)).hidden)(parameters, buffers)
+    assert_alike(found, [layer(x).hidden for layer in layers])
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@every_expert
+@every_layer
+def test_a_forward_derivative_is_the_gradient_along_the_tangent(name, experts, drawn):
+    """Of a draw too: both ways apply the matrix of the estimator."""
+    layer, x, tangent = make(name, experts), vectors(), vectors(7).cos()
+    options = {"select": "sample"} if drawn and name in RAYTRACED else {}
+
+    def loss(x):
+        out = layer(x, generator=torch.Generator().manual_seed(1), **options)
+        return out.hidden.square().sum() + (out.route.active * torch.arange(4)).sum()
+
+    found = jvp(loss, (x,), (tangent,))[1]
+    wanted = grad(loss)(x)
+    assert wanted.abs().max() > 0.1
+    torch.testing.assert_close(found, (wanted * tangent).sum(), rtol=1e-9, atol=1e-9)
+
+
+@every_expert
+@pytest.mark.parametrize("name", RAYTRACED)
+def test_jacobians_of_vectors_hold_their_gradients(name, experts):
+    layer, x = make(name, experts), vectors(3)
+    jacobian = jacrev(lambda x: layer(x).hidden)(x)
+    probe = vectors(3).sin()
+    y = x.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad((layer(y).hidden * probe).sum(), y)
+    torch.testing.assert_close(torch.einsum("bd,bdce->ce", probe, jacobian), wanted, rtol=0, atol=1e-10)
+
+
+def second_derivative(layer, x):
+    x = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(layer(x).hidden.square().sum(), x, create_graph=True)
+    return first.detach(), torch.autograd.grad(first.sin().sum(), x)[0]
+
+
+@every_expert
+@pytest.mark.parametrize("name", ["raytraced", "top-k"])
+def test_second_derivatives_come_from_the_plain_path(name, experts):
+    layer, x = make(name, experts), vectors(3)
+    with operations.use("plain"):
+        found = second_derivative(layer, x)[1]
+    wanted = grad(lambda x: grad(lambda x: layer(x).hidden.square().sum())(x).sin().sum())(x)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.skipif(not operations.available(), reason="no library")
+@pytest.mark.parametrize(("name", "experts"), [("raytraced", "mlp"), ("raytraced", "own"), ("top-k", "mlp")])
+def test_compiled_operations_refuse_second_derivatives_rather_than_take_them_for_zero(name, experts):
+    layer, x = make(name, experts), vectors(3)
+    message = (
+        r"^second derivatives: the compiled operations have none; run the layer inside `with raytraced.operations.use"
+    )
+    with operations.use("cpp") if experts == "mlp" else operations.use():
+        with pytest.raises(NotImplementedError, match=message):
+            second_derivative(layer, x)
+        y = x.clone().requires_grad_()
+        loss = layer(y).hidden.square().sum()
+        (kept,) = torch.autograd.grad(loss, y, create_graph=True)
+        (first,) = torch.autograd.grad(layer(y).hidden.square().sum(), y)
+    assert torch.equal(kept.detach(), first)
+
+
+@every_expert
+@pytest.mark.parametrize("name", ["raytraced", "top-k"])
+def test_large_stacks_refuse_second_derivatives_too(name, experts, monkeypatch):
+    from raytraced.operations import cpp_gradients
+
+    monkeypatch.setattr(cpp_gradients, "_HUGE_BYTES", 0)
+    layer, x = make(name, experts), vectors(3)
+    leaves = list(layer.experts.parameters())
+    loss = layer(x).hidden.square().sum()
+    wanted = torch.autograd.grad(loss, leaves, retain_graph=True, materialize_grads=True)
+    found = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
+    assert_alike([each.detach() for each in found], wanted, atol=0)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@each_path
+@every_expert
+@every_layer
+def test_activation_checkpointing_changes_nothing(name, experts, path, use_reentrant):
+    """Draws come again as they came: PyTorch puts its generator's state back."""
+    layer, x = make(name, experts, training=True), vectors()
+
+    def run(x):
+        return checkpoint(lambda x: layer(x).hidden, x, use_reentrant=use_reentrant)
+
+    with operations.use(path) if experts == "mlp" or path == "plain" else operations.use():
+        wanted = values_and_gradients(layer, lambda x: layer(x).hidden, x)
+        if use_reentrant:  # gives gradients by backward() alone
+            torch.manual_seed(5)
+            y = x.clone().requires_grad_()
+            out = run(y)
+            out.square().sum().backward()
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in layer.parameters()]
+            found = [out.detach(), y.grad, *grads]
+        else:
+            found = values_and_gradients(layer, run, x)
+    assert_alike(found, wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@every_expert
+@every_layer
+def test_without_values_there_are_still_shapes(name, experts, training):
+    layer, x = make(name, experts, training), vectors().view(7, 1, 6)
+    with torch.set_grad_enabled(training):
+        real, meta = layer(x), layer.to("meta")(x.to("meta"))
+    assert meta.hidden.is_meta
+    assert meta.hidden.shape == real.hidden.shape
+    for field, value in real.route._asdict().items():
+        if isinstance(value, torch.Tensor):
+            assert getattr(meta.route, field).shape == value.shape, field
+
+
+@every_expert
+@every_layer
+def test_a_trace_of_one_example_is_refused_in_one_sentence(name, experts):
+    block = HiddenOnly(make(name, experts))
+    message = r"^torch.jit.trace: would keep its example's experts for every input; use torch.export$"
+    with pytest.raises(NotImplementedError, match=message):
+        torch.jit.trace(block, (vectors(),))
+
+
+@every_expert
+@every_layer
+def test_in_half_precision_by_autocast_values_are_near(name, experts):
+    layer, x = make(name, experts).float(), vectors().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = layer(x)
+    wanted = layer(x)
+    same = (found.route.active == wanted.route.active).flatten(1).all(1)  # a near tie may fall otherwise
+    assert same.sum() >= 5
+    torch.testing.assert_close(found.hidden.float()[same], wanted.hidden[same], rtol=0.05, atol=0.05)
