@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 .PHONY: demo test lint test-slow test-data bench reproduce clean
 
-demo: .venv/ready
+demo: .venv/installed
 	$(BIN)/raytraced train
 
 test: .venv/ready lint
@@ -31,8 +31,15 @@ bench: .venv/bench-ready
 reproduce: .venv/ready
 	$(BIN)/raytraced reproduce $(ARGS)
 
-.venv/ready: pyproject.toml constraints.txt setup.py $(wildcard src/raytraced/operations/cpu/*)
+# What the demo needs and no more; pip shows its progress.
+.venv/installed: pyproject.toml constraints.txt setup.py $(wildcard src/raytraced/operations/cpu/*)
+	@echo "setting up .venv: PyTorch and some small packages, then the compiled operations; a minute or two"
 	test -x $(PY) || python3 -m venv .venv
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+.venv/ready: .venv/installed
+	@echo "adding what the tests need"
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
 

@@ -1,4 +1,4 @@
-"""A row's answer is its own: neighbours, order and size of its batch have no say.
+"""A row's answer and gradient are its own: neighbours, order and size of its batch have no say, nor have the threads.
 
 Bit for bit in the compiled operations. Where PyTorch multiplies matrices (gates, input block, head, and all of the plain path),
 it sums in an order that depends on how many rows there are: there up to rounding, 1e-5 of values of about 1 in float32.
@@ -120,3 +120,79 @@ def test_a_models_answer_to_a_row_is_its_own_up_to_the_rounding_of_matrix_produc
     whole = run(torch.arange(NUM))
     for rows in list(parts())[::3]:
         assert_rows(run(rows), whole, rows, 1e-5)
+
+
+# Gradients: of a loss that is a sum over rows, what a row's own vectors get, and what parameters get from one row alone.
+# Sums over rows are made in an order of their own: only where the other rows add nothing but zeros is one row's share known.
+
+
+def gradients_of(run, rows, vectors, parameters):
+    """The gradients of each row's own vectors, each (B, …), and those that parameters get from the first row alone."""
+    own = [vector[rows].clone().requires_grad_() for vector in vectors]
+    losses_B = run(rows, *own)
+    shares = torch.autograd.grad(losses_B[0], parameters, retain_graph=True, materialize_grads=True)
+    return torch.autograd.grad(losses_B.sum(), own, materialize_grads=True), shares
+
+
+def assert_gradients_are_a_rows_own(run, vectors, parameters, bound):
+    whole, _ = gradients_of(run, torch.arange(NUM), vectors, parameters)
+    assert all(gradient.any() for gradient in whole)
+    for rows in parts():
+        found, shares = gradients_of(run, rows, vectors, parameters)
+        assert_rows(found, whole, rows, bound)
+        _, alone = gradients_of(run, rows[:1], vectors, parameters)
+        for share, expected in zip(shares, alone, strict=True):
+            torch.testing.assert_close(share, expected, rtol=0, atol=bound)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        again, _ = gradients_of(run, torch.arange(NUM), vectors, parameters)
+    finally:
+        torch.set_num_threads(threads)
+    assert_rows(again, whole, slice(None), bound)
+
+
+@pytest.mark.parametrize("estimator", ["reinmax", "gumbel", "straight-through"])
+@pytest.mark.parametrize("drawn", [True, False])
+def test_a_rows_gradient_through_its_sequence_is_its_own(estimator, drawn, path):
+    routing = RaytracedExperts(6, 3, 4, reach=0.0).router.routing
+    entry, probe = torch.randn(NUM, 4).softmax(-1), torch.randn(NUM, 3, 4)
+    seed = new_seed(None, torch.device("cpu")) if drawn else None
+    options = {"stop": "drawn", "estimator": estimator, "temperature": 5.0, "num_steps": 12, "seed": seed}
+
+    def run(rows, entry):
+        route = operations.sequence(routing, entry, rows_B=rows, **options)
+        return ((route.active + route.rates.nodes) * probe[rows]).sum((-1, -2)) + route.rates.output
+
+    assert_gradients_are_a_rows_own(run, [entry], list(routing.parameters()), path)
+
+
+@pytest.mark.parametrize("stream", ["residual", "skip-sum", "last"])
+@pytest.mark.parametrize("hidden_width", [5, 64])
+def test_a_rows_gradient_through_experts_is_its_own(stream, hidden_width, path):
+    grid = RaytracedExperts(6, 3, 4, hidden=hidden_width).experts
+    hidden, active = torch.randn(NUM, 6), (torch.rand(NUM, 3, 4) < 0.4).float()
+    weights = active * torch.rand(NUM, 3, 4)
+
+    def run(rows, hidden, weights):
+        return operations.experts(grid, hidden, active[rows], weights, stream).square().sum(-1)
+
+    def run_layer(rows, hidden, weights):
+        apart = operations.unstacked(grid, hidden)
+        return operations.experts_layer(apart, 1, hidden, weights[:, 1], active[rows, 1]).square().sum(-1)
+
+    for each in (run, run_layer):
+        assert_gradients_are_a_rows_own(each, [hidden, weights], list(grid.parameters()), path)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.usefixtures("path")
+def test_a_rows_gradient_through_a_layer_is_its_own_up_to_the_rounding_of_matrix_products(own):
+    expert = (lambda: torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh())) if own else None
+    layer, hidden = RaytracedExperts(6, 3, 4, reach=0.0, train_select="sample", expert=expert), torch.randn(NUM, 6)
+
+    def run(rows, hidden):
+        return layer(hidden, generator=torch.Generator().manual_seed(3), rows=rows).hidden.square().sum(-1)
+
+    with operations.use(experts="sparse") if own else operations.use():
+        assert_gradients_are_a_rows_own(run, [hidden], list(layer.router.parameters()), 1e-5)

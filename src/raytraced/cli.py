@@ -82,9 +82,24 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("RAYTRACED_TRACEBACK"):
             raise
-        rank = os.environ.get("RANK", "0")  # torchrun's: of many processes, say which
-        print(f"raytraced{'' if rank == '0' else f' (process {rank})'}: {describe(error)}", file=sys.stderr)
-        return 2
+        return tell(describe(error))
+    except (MemoryError, RuntimeError) as error:
+        if os.environ.get("RAYTRACED_TRACEBACK") or not is_out_of_memory(error):
+            raise
+        return tell("not enough memory; make the model, the batch or the images smaller")
+
+
+def tell(text: str) -> int:
+    """One line on stderr, and the exit code of a mistake."""
+    rank = os.environ.get("RANK", "0")  # torchrun's: of many processes, say which
+    print(f"raytraced{'' if rank == '0' else f' (process {rank})'}: {text}", file=sys.stderr)
+    return 2
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error is torch's or Python's word for memory that is not to be had."""
+    words = ("allocate memory", "out of memory", "Storage size calculation overflowed", "numel: integer multiplication")
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 def overview(commands: dict[str, Command]) -> str:

@@ -90,8 +90,9 @@ class _Draw(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_BK):  # type: ignore[no-untyped-def]
-        probs_BK, *rest = ctx.saved_tensors
-        return _gradient(grad_BK, probs_BK, *rest, ctx.estimator, ctx.temperature), None, None, None, None
+        probs_BK, draw_BK, noise_BK = ctx.saved_tensors
+        grad_probs_BK = _gradient(grad_BK, probs_BK, draw_BK, noise_BK, ctx.estimator, ctx.temperature)
+        return grad_probs_BK, None, None, None, None
 
 
 class _DrawBothWays(_Draw):
@@ -105,9 +106,10 @@ class _DrawBothWays(_Draw):
     @staticmethod
     def jvp(ctx, tangent_BK, *others):  # type: ignore[no-untyped-def]
         """What the estimator's gradient says of a step along the tangent: it is linear, so units give all of its matrix."""
-        probs_BK, *rest = ctx.saved_tensors
+        probs_BK, draw_BK, noise_BK = ctx.saved_tensors
         units_K1K = torch.eye(probs_BK.shape[-1], dtype=probs_BK.dtype, device=probs_BK.device)[:, None]
-        return (_gradient(units_K1K, probs_BK, *rest, ctx.estimator, ctx.temperature) * tangent_BK).sum(-1).mT
+        matrix_KBK = _gradient(units_K1K, probs_BK, draw_BK, noise_BK, ctx.estimator, ctx.temperature)
+        return (matrix_KBK * tangent_BK).sum(-1).mT
 
 
 def _gradient(

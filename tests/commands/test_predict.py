@@ -68,7 +68,7 @@ def test_table_tells_the_same(finished, images, predict, tmp_path, capsys, monke
 
 def test_what_is_no_image_is_one_line(finished, tmp_path, capsys):
     (tmp_path / "text.png").write_text("no image")
-    for file, told in ((tmp_path / "text.png", "not an image that"), (tmp_path, "there is no such file")):
+    for file, told in ((tmp_path / "text.png", "not an image that"), (tmp_path / "none.png", "there is no such file")):
         assert main(["predict", str(finished.path), str(file)]) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"raytraced: {file}: {told}")

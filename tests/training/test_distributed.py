@@ -67,22 +67,19 @@ def test_checkpoints_move_between_one_two_and_four_processes(config, no_pictures
     assert_close_runs(run, whole)
 
 
-def test_evaluation_in_three_processes_equals_that_in_one(config, no_pictures, tmp_path):
+def test_three_processes_find_the_figures_and_gradients_of_one(config, no_pictures, tmp_path):
+    run, alone, file = train(replace(config, epochs=1)), World(0, 1, torch.device("cpu")), tmp_path / "found.json"
+    torchrun(3, worker.__file__, "measure", str(run.model), config.data, str(file))
+    found = json.loads(file.read_text())
     # 30 test images in batches of 7 leave a last one of 2: of three processes one gets none of it
-    run = train(replace(config, epochs=1))
-    torchrun(3, worker.__file__, "evaluate", str(run.model), config.data, str(tmp_path / "figures.json"))
-    alone = worker.figures(World(0, 1, torch.device("cpu")), str(run.model), config.data)
-    assert alone["budgets"]
-    assert_close(json.loads((tmp_path / "figures.json").read_text()), alone)
-    assert_close(run.read_summary()["test"], alone)  # one batch of all, in the run itself
-
-
-def test_process_whose_experts_got_no_sample_does_not_hang_and_gradients_agree(tmp_path):
-    file = tmp_path / "gradients.json"
-    expected = worker.gradients(World(0, 1, torch.device("cpu")), "ddp")
-    assert any(not any(values) for name, values in expected.items() if "experts" in name)  # an expert without samples
-    torchrun(2, worker.__file__, "experts", str(file))
-    for strategy, found in json.loads(file.read_text()).items():
-        assert found.keys() == expected.keys()
-        for name, values in expected.items():
-            assert found[name] == pytest.approx(values, rel=1e-5, abs=1e-7), (strategy, name)
+    figures = worker.figures(alone, str(run.model), config.data)
+    assert figures["budgets"]
+    assert_close(found["figures"], figures)
+    assert_close(run.read_summary()["test"], figures)  # one batch of all, in the run itself
+    # an expert, and a process, that got no sample neither makes the others wait nor changes their gradients
+    gradients = worker.gradients(alone, "ddp")
+    assert any(not any(values) for name, values in gradients.items() if "experts" in name)
+    for strategy in ("ddp", "fsdp"):
+        assert found[strategy].keys() == gradients.keys()
+        for name, values in gradients.items():
+            assert found[strategy][name] == pytest.approx(values, rel=1e-5, abs=1e-7), (strategy, name)

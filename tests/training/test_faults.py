@@ -96,6 +96,19 @@ def test_really_full_disk_is_one_line_and_the_run_can_go_on(config, no_pictures,
         subprocess.run(["umount", small], check=True)
 
 
+def test_model_that_cannot_be_compiled_is_one_line(train_with, tmp_path, monkeypatch):
+    def refuse(self, *rest):
+        raise RuntimeError("no working compiler found\nin any of these places:\n…")
+
+    monkeypatch.setattr(Objective, "forward", refuse)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: None)
+    with pytest.raises(ValueError, match=r"compile=True: .* here \(no working compiler found\); leave it out$"):
+        train_with(compile=True, output=str(tmp_path / "runs"))
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(RuntimeError, match="no working"):  # without compile=True it is no user's mistake
+        train_with()
+
+
 def test_missing_class_is_named():
     split = Split(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 2, 2]))
     dataset = Dataset("pets", split, split, split, ("cat", "dog", "newt"), (0.5,), (0.5,))

@@ -237,3 +237,28 @@ def test_presets_name_options_that_exist():
         for data in ("digits", "mnist", "cifar10"):
             for model in ("mre", "mre-paper", "top-k"):
                 assert preset_values(preset, data, model).keys() <= names
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("epochs", -1, "must be at least 0"),
+        ("batch_size", 0, "must be at least 1"),
+        ("patience", 0, "must be at least 1"),
+        ("checkpoint_steps", 0, "must be at least 1"),
+        ("weight_decay", -0.1, "must be at least 0"),
+        ("seed", 2**63, "must be below"),
+        ("lr", 0.0, "must be positive and finite"),
+        ("clip", float("inf"), "must be positive and finite"),
+        ("lr_experts", float("nan"), "must be positive and finite"),
+        ("label_smoothing", 1.0, "must lie in 0 … 1"),
+        ("anytime_loss", 1.5, "must lie in 0 … 1"),
+        ("warmup", 41.0, "must not exceed epochs=40"),
+        ("name", "a/b", "must be a plain folder name"),
+        ("name", "", "must be a plain folder name"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name_value_and_rule(name, value, rule):
+    with pytest.raises(ValueError, match=rule) as error:
+        TrainConfig(**{name: value})
+    assert str(error.value).startswith(f"{name}={value!r}: ")

@@ -114,7 +114,7 @@ def test_interrupted_command_tells_how_to_go_on_and_its_last_line_is_the_run(con
 
 
 def test_run_killed_at_random_moments_ends_as_if_it_was_not(config):
-    kill_and_resume(config, num_kills=5, seed=random.SystemRandom().randrange(1000))
+    kill_and_resume(config, num_kills=3, seed=random.SystemRandom().randrange(1000))
 
 
 @pytest.mark.slow

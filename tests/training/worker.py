@@ -1,6 +1,6 @@
 """What torchrun starts in the tests of many processes.
 
-`worker.py train CONFIG RUN STOP_STEP`, `worker.py experts FILE` or `worker.py evaluate MODEL DATA FILE`.
+`worker.py train CONFIG RUN STOP_STEP` or `worker.py measure MODEL DATA FILE`.
 """
 
 import json
@@ -59,23 +59,16 @@ def custom_model() -> Classifier:
 
 
 def gradients(world, strategy: str) -> dict[str, list[float]]:
-    """The gradients of one global batch of 3 images, of which a process may get none."""
+    """The gradients of one global batch of 2 images: of three processes one gets none."""
     torch.manual_seed(1)
-    images, labels = torch.randn(3, 1, 2, 2), torch.tensor([0, 1, 2])
-    first, last = (3 * rank // world.size for rank in (world.rank, world.rank + 1))
+    images, labels = torch.randn(2, 1, 2, 2), torch.tensor([0, 1])
+    first, last = (2 * rank // world.size for rank in (world.rank, world.rank + 1))
     model = custom_model()
     compute = distribute(Objective(model, TrainConfig(), ImageTask(), world.size), world, strategy)
     part = Batch(images[first:last], labels[first:last], torch.arange(first, last))
     compute(part, 5, world.total(part.num_targets)).loss.backward()
     gradient_norm(list(model.parameters()), None)
     return {name: whole(parameter.grad).flatten().tolist() for name, parameter in model.named_parameters()}
-
-
-def write_gradients(file: str) -> None:
-    with join_world("cpu") as world:
-        found = {strategy: gradients(world, strategy) for strategy in ("ddp", "fsdp")}
-        if world.leads:
-            Path(file).write_text(json.dumps(found))
 
 
 def figures(world, model_file: str, data_file: str) -> dict:
@@ -86,14 +79,14 @@ def figures(world, model_file: str, data_file: str) -> dict:
     return evaluate(task, data, "test", predict, world, batch_size=7, full=True).as_dict()
 
 
-def write_figures(model_file: str, data_file: str, file: str) -> None:
+def measure(model_file: str, data_file: str, file: str) -> None:
     with join_world("cpu") as world:
-        found = figures(world, model_file, data_file)
+        found = {"figures": figures(world, model_file, data_file)}
+        found |= {strategy: gradients(world, strategy) for strategy in ("ddp", "fsdp")}
         if world.leads:
             Path(file).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    commands = {"train": train_some_steps, "experts": write_gradients, "evaluate": write_figures}
-    commands[sys.argv[1]](*sys.argv[2:])
+    {"train": train_some_steps, "measure": measure}[sys.argv[1]](*sys.argv[2:])

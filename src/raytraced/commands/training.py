@@ -14,34 +14,57 @@ from raytraced.training.run_folder import RunFolder, list_runs, open_run
 def train(config: TrainConfig) -> int:
     """Train a model; ends with its figures, the experts it uses, and the run folder."""
     from raytraced.models.table import find_model
-    from raytraced.tasks.table import find_task
+    from raytraced.tasks.table import find_task, whole_path
 
     find_model(config.model)  # a name that does not exist is refused before anything slow happens
     find_task(config.data)
-    return _run(config, None)
+    return _run(replace(config, data=whole_path(config.data)), None)
 
 
 def resume(
     run: str,
+    epochs: int | None = None,
+    lr: float | None = None,
+    lr_routing: float | None = None,
+    lr_experts: float | None = None,
+    data: str | None = None,
     output: str = "runs",
     device: str | None = None,
     threads: int | None = None,
     quiet: bool = False,
 ) -> int:
-    """Go on with a run that was stopped, exactly where it was.
+    """Go on with a run that was stopped, exactly where it was; or, where other options are given, as they say from there.
 
     Args:
         run: A run folder, or its name in the output folder.
+        epochs: Passes over the training data, those done included; a finished run goes on too.
+        lr: Another learning rate from here on.
+        lr_routing: Another learning rate of the routing.
+        lr_experts: Another learning rate of the experts.
+        data: Where the data lies now, if it has moved.
         output: Folder that run folders are in.
         device: Another device than before.
         threads: Another number of CPU threads than before.
         quiet: Print nothing but the run folder.
     """
     folder = open_run(run, output)
-    if folder.read_summary() is not None:
-        print(f"{folder.path} is complete; raytraced evaluate {folder.path} tells its figures")
+    if (process := folder.writer()) is not None:
+        raise ValueError(f"{folder.path}: is being trained by process {process}; wait for it, or stop it")
+    if folder.read_summary() is not None and epochs is None:
+        print(f"{folder.path} is complete; raytraced evaluate {folder.path} tells its figures, --epochs goes on")
         return 0
-    config = folder.config
+    from raytraced.tasks.table import whole_path
+    from raytraced.training.continuing import continue_with, started_config
+
+    config, edited = started_config(folder)
+    if edited:
+        told = f"config.yaml was edited ({', '.join(edited)}), the run goes on as it was started"
+        print(f"raytraced: {told}; give changes as options: --epochs, --lr", file=sys.stderr)
+    given: dict[str, Any] = {"epochs": epochs, "lr": lr, "lr_routing": lr_routing, "lr_experts": lr_experts}
+    given |= {"data": None if data is None else whole_path(data)}
+    changes = {name: value for name, value in given.items() if value is not None and value != getattr(config, name)}
+    if changes:
+        config = continue_with(folder, config, changes)
     config = replace(config, quiet=quiet, device=device or config.device, threads=threads or config.threads)
     return _run(config, folder)
 
@@ -56,6 +79,7 @@ def evaluate(
     seed: int = 0,
     batch_size: int = 1000,
     device: str = "auto",
+    weights: Literal["last", "best"] = "last",
     output: str = "runs",
     json: bool = False,
 ) -> None:
@@ -71,12 +95,13 @@ def evaluate(
         seed: Of the draws of --select sample.
         batch_size: Samples at a time; changes nothing but memory and speed.
         device: cpu, cuda, …
+        weights: Those the run ended with, or those of its best epoch so far (best), also of a run that is not over.
         output: Folder that run folders are in.
         json: Print JSON in place of tables.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: must be at least 1")
-    source = find_source(run, output)
+    source = find_source(run, output, weights)
     config = _config_beside(source)
     from raytraced.saving import load
     from raytraced.tasks.table import find_task
@@ -106,20 +131,36 @@ def evaluate(
         print_evaluation(result, task, dataset, title=f"{source}, {split} data")
 
 
-def predict(run: str, files: list[str], device: str = "auto", output: str = "runs", json: bool = False) -> None:
+def predict(
+    run: str,
+    files: list[str],
+    top: int = 1,
+    max_experts: int | None = None,
+    sequence: str | None = None,
+    weights: Literal["last", "best"] = "last",
+    device: str = "auto",
+    output: str = "runs",
+    json: bool = False,
+) -> None:
     """Say what a model makes of files of one's own: the answer, how sure, and the experts it took.
 
     Args:
         run: A run folder, its name in the output folder, a model.safetensors file, or a shipped model's name.
-        files: Image files, of any format that Pillow reads; they are brought to the size the model was trained on.
+        files: Image files or folders of them; images are brought to the size the model was trained on.
+        top: How many of the likeliest answers to tell.
+        max_experts: At most so many experts a file.
+        sequence: A PNG file to draw the activation sequences of the first files into.
+        weights: Those the run ended with, or those of its best epoch so far (best), also of a run that is not over.
         device: cpu, cuda, …
         output: Folder that run folders are in.
         json: Print one JSON object a line in place of a table.
     """
-    for file in files:
-        if not Path(file).is_file():
-            raise ValueError(f"{file}: there is no such file")
-    source = find_source(run, output)
+    if sequence is not None and not sequence.lower().endswith(".png"):
+        raise ValueError(f"sequence={sequence}: must end in .png")
+    for path in files:
+        if not Path(path).exists():
+            raise ValueError(f"{path}: there is no such file or folder")
+    source = find_source(run, output, weights)
     from rich.console import Console
 
     from raytraced.saving import load
@@ -130,12 +171,17 @@ def predict(run: str, files: list[str], device: str = "auto", output: str = "run
     model = load(source)
     if model.card is None or model.card.task is None:
         raise ValueError(f"{source}: its card names no task, so nobody knows how to read files for it")
-    rows = named_task(model.card.task).predict(model.to(choose_device(device, 0)), files)
+    picture = None if sequence is None else Path(sequence)
+    rows = named_task(model.card.task).predict(
+        model.to(choose_device(device, 0)), files, top=top, max_experts=max_experts, picture=picture
+    )
     if json:
         for row in rows:
             _print_json(row, indent=None)
     else:
         Console().print(make_table(rows))
+        if sequence is not None:
+            print(sequence)
 
 
 def runs(output: str = "runs", json: bool = False) -> None:
@@ -151,7 +197,7 @@ def runs(output: str = "runs", json: bool = False) -> None:
     for run in list_runs(output):
         try:
             rows.append(run_row(run))
-        except ValueError as error:  # one bad folder must not hide the others
+        except (ValueError, OSError) as error:  # one bad folder must not hide the others
             print(f"raytraced: {run.path}: left out: {error}", file=sys.stderr)
     if json:
         for row in rows:
@@ -183,20 +229,38 @@ def compare(runs: list[str], output: str = "runs", picture: str = "compare.png")
             raise ValueError(f"{name}: has other figures than {first}, they cannot be compared")
     if not picture.lower().endswith(".png"):
         raise ValueError(f"picture={picture}: must end in .png")
-    draw_curves(histories, Path(picture))
+    path = free_name(Path(picture))
+    draw_curves(histories, path)
     print_runs([run_row(folder) for folder in folders])
-    print(picture)
+    print(path)
 
 
-def find_source(run: str, output: str) -> str:
-    """A file, a finished run or a shipped model's name, as what raytraced.load takes."""
+def free_name(path: Path) -> Path:
+    """The path itself, or with a number where there is such a file already."""
+    number, free = 2, path
+    while free.exists():
+        number, free = number + 1, path.with_stem(f"{path.stem}-{number}")
+    return free
+
+
+def find_source(run: str, output: str, weights: str = "last") -> str:
+    """A file, a run or a shipped model's name, as what raytraced.load takes."""
     shipped = Path(__file__).parent.parent / "pretrained" / f"{run}.safetensors"
     if Path(run).is_file() or (not Path(run).exists() and shipped.is_file()):
         return run
-    for folder in (Path(run), Path(output) / run):
-        if (folder / "model.safetensors").is_file():
-            return str(folder)
-    return str(open_run(run, output).path)
+    folder = open_run(run, output) if weights == "best" else None
+    if folder is not None and not folder.best.is_file():
+        raise ValueError(f"{folder.path}: has finished no epoch yet, there are no best weights")
+    if folder is not None:
+        return str(folder.best)
+    for path in (Path(run), Path(output) / run):
+        if (path / "model.safetensors").is_file():
+            return str(path)
+    folder = open_run(run, output)
+    process = folder.writer()
+    state = "is not over" if process is None else f"is being trained by process {process}"
+    remedy = f"`raytraced resume {folder.path}` goes on, " if process is None else ""
+    raise ValueError(f"{folder.path}: {state}; {remedy}--weights best takes the best epoch so far")
 
 
 def _config_beside(source: str) -> TrainConfig | None:

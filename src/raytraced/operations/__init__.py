@@ -52,6 +52,8 @@ def _unseen(active: Tensor) -> str | None:
 def _prefer_dense(
     experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream
 ) -> str | None:
+    if torch.compiler.is_compiling():  # a size that were compared would be the only one that an exported layer takes
+        return _unseen(active_BLN)
     # Modules are run one by one anyway: each on its own rows.
     if isinstance(experts, MLPExperts) and len(hidden_BD) * experts.num_experts * experts.num_weights < _SMALL_LAYER:
         return f"fewer than {_SMALL_LAYER:,} multiply-adds a layer: running all experts takes fewer calls"

@@ -36,7 +36,15 @@ def find_task(data: str) -> "Task[Any]":
             if _import(info.takes)(path):
                 return named_task(info)
         raise ValueError(f"data={data}: no task can read it; see docs/data.md for what a folder or file may hold")
-    raise ValueError(f"data={data}: no such data set, nor such a path; {did_you_mean(data, names)}")
+    moved = "if it has moved, say where with --data" if path.is_absolute() else did_you_mean(data, names)
+    raise ValueError(f"data={data}: no such data set, nor such a path; {moved}")
+
+
+def whole_path(data: str) -> str:
+    """A data set's name as it is, a path from the root on: a run must find its data from anywhere."""
+    path = Path(data).expanduser()
+    is_name = any(data in _import(info.names) for info in TASKS.values())
+    return data if is_name or not path.exists() else str(path.resolve())
 
 
 def named_task(name: "str | TaskInfo") -> "Task[Any]":

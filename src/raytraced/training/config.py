@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from raytraced.words import require
+
 Preset = Literal["best", "paper", "quick"]
 
 # What two runs may differ in without being different runs: where they were made, not what was made.
@@ -85,38 +87,27 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
-        at_least = {
-            "epochs": 0,
-            "batch_size": 1,
-            "seed": 0,
-            "patience": 1,
-            "threads": 1,
-            "checkpoint_steps": 1,
-        }
+        at_least = {"epochs": 0, "batch_size": 1, "seed": 0, "patience": 1, "threads": 1, "checkpoint_steps": 1}
+        at_least |= {"warmup": 0, "weight_decay": 0, "expert_cost": 0, "checkpoint_seconds": 0}
         for name, least in at_least.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value}: must be at least {least}")
-        for name in ("warmup", "weight_decay", "expert_cost", "checkpoint_seconds"):
-            _require(self, name, getattr(self, name) >= 0, "must not be negative")
+            require(value is None or value >= least, name, value, f"must be at least {least}")
         for name in ("lr", "lr_routing", "lr_experts", "clip"):
             value = getattr(self, name)
-            _require(self, name, value is None or 0 < value < float("inf"), "must be positive and finite")
-        _require(self, "label_smoothing", 0 <= self.label_smoothing < 1, "must lie in 0 … 1 (1 excluded)")
-        _require(self, "anytime_loss", 0 <= self.anytime_loss <= 1, "must lie in 0 … 1")
-        _require(self, "warmup", self.warmup <= max(self.epochs, 0), f"must not exceed epochs={self.epochs}")
-        if self.name is not None and (not self.name or Path(self.name).name != self.name):
-            raise ValueError(f"name={self.name!r}: must be a plain folder name; --output sets where it is made")
+            require(value is None or 0 < value < float("inf"), name, value, "must be positive and finite")
+        smoothing = self.label_smoothing
+        require(0 <= smoothing < 1, "label_smoothing", smoothing, "must lie in 0 … 1 (1 excluded)")
+        require(0 <= self.anytime_loss <= 1, "anytime_loss", self.anytime_loss, "must lie in 0 … 1")
+        require(self.warmup <= self.epochs, "warmup", self.warmup, f"must not exceed epochs={self.epochs}")
+        require(self.seed < 2**63, "seed", self.seed, "must be below 2**63")
+        if self.name is not None:
+            is_plain = bool(self.name) and Path(self.name).name == self.name
+            require(is_plain, "name", repr(self.name), "must be a plain folder name; --output sets where it is made")
 
     @staticmethod
     def preset_values(chosen: dict[str, Any]) -> dict[str, Any]:
         """The defaults that go with the chosen preset, data and model."""
         return preset_values(chosen["preset"], chosen["data"], chosen["model"])
-
-
-def _require(config: TrainConfig, name: str, holds: bool, rule: str) -> None:
-    if not holds:
-        raise ValueError(f"{name}={getattr(config, name)}: {rule}")
 
 
 def preset_values(preset: Preset, data: str, model: str) -> dict[str, Any]:

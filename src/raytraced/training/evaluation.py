@@ -22,6 +22,10 @@ Predict = Callable[..., Answered]
 """predict(batch, seed, full, **options): the answer to a batch; `full`: also its cost, and the answers with 0, 1, … experts"""
 
 
+class Diverged(ValueError):  # noqa: N818 (a finding, not a mistake)
+    """The loss or a gradient is not, or no longer, finite."""
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Figures over a whole split."""
@@ -126,6 +130,11 @@ def summarise(task: Task, data: Data, split: str, tables: list[Table]) -> Evalua
     last = tables[-1]
     assert last.load is not None
     num = float(last.columns["targets"].sum())
+    if not bool(last.columns["loss"].isfinite().all()):
+        num_bad = int((~last.columns["loss"].isfinite()).sum())
+        raise Diverged(
+            f"{num_bad} of {len(last.columns['loss'])} answers are not finite: the weights diverged, or are damaged"
+        )
 
     def mean(name: str, table: Table = last) -> float:
         return float(table.columns[name].sum() / num)

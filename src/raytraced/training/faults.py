@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from raytraced.tasks.task import Batch
 from raytraced.training.checkpoint import list_checkpoints
+from raytraced.training.evaluation import Diverged
 from raytraced.training.objective import Objective, StepResult
 from raytraced.training.optim import whole
 from raytraced.training.run_folder import RunFolder
@@ -23,10 +24,6 @@ def rehearse(objective: Objective, batch: Batch) -> None:
         raise ValueError(f"compile=True: the model cannot be compiled here ({reason}); leave it out") from error
     for name, buffer in objective.named_buffers():
         buffer.copy_(buffers[name])
-
-
-class Diverged(ValueError):  # noqa: N818 (a finding, not a mistake)
-    """The loss or a gradient is no longer finite."""
 
 
 def diverged(run: RunFolder, state: State, inputs: Tensor, model: nn.Module, result: StepResult) -> Diverged:

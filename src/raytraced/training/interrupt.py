@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: finish the step, save, say how to go on."""
+"""Ctrl-C, SIGTERM and a terminal that closes: finish the step, save, say how to go on."""
 
 import signal
 import threading
@@ -32,12 +32,13 @@ class StopRequest:
 
 @contextmanager
 def listen() -> Iterator[StopRequest]:
-    """While inside, SIGINT and SIGTERM are requests."""
+    """While inside, SIGINT, SIGTERM and SIGHUP are requests."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():  # only the main thread may install handlers
         yield request
         return
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    names = ("SIGINT", "SIGTERM", "SIGHUP")  # the last is not on every system
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     previous = [signal.signal(number, request.receive) for number in numbers]
     try:
         yield request

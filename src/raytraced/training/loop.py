@@ -5,7 +5,7 @@ rates are pure functions of the seed and the step. So a run that was stopped any
 """
 
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -27,7 +27,7 @@ from raytraced.training.objective import Objective, step_seed
 from raytraced.training.outcome import summarise, write_event
 from raytraced.training.reporter import Reporter, Silent
 from raytraced.training.run_folder import RunFolder, create_run_folder
-from raytraced.training.state import State, Totals, epoch_metrics, restore_state, save_state
+from raytraced.training.state import State, Totals, epoch_metrics, restore_state, save_state, tells_how_to_go_on
 from raytraced.training.world import World, join_world
 
 EVALUATION_BATCH = 1000
@@ -37,10 +37,10 @@ def train(
     config: TrainConfig, run: RunFolder | None = None, reporter: Reporter | None = None, pictures: bool = True
 ) -> RunFolder:
     """Train as configured and return the run folder; with `run`, go on with that one."""
-    with join_world(config.device) as world, listen() as request:
+    with join_world(config.device) as world, listen() as request, ExitStack() as held:
         reporter = (reporter or Silent()) if world.leads else Reporter()
         try:
-            return _train(config, run, world, request, reporter, pictures)
+            return _train(config, run, world, request, held, reporter, pictures)
         except Interrupted as stop:
             # the frames in its traceback hold what must go before the process group does, or that waits for ever
             interruption = stop.with_traceback(None)
@@ -50,8 +50,16 @@ def train(
 
 
 def _train(
-    config: TrainConfig, run: RunFolder | None, world: World, request: StopRequest, reporter: Reporter, pictures: bool
+    config: TrainConfig,
+    run: RunFolder | None,
+    world: World,
+    request: StopRequest,
+    held: ExitStack,
+    reporter: Reporter,
+    pictures: bool,
 ) -> RunFolder:
+    if run is not None:  # two processes must never write one run
+        world.from_leader(partial(held.enter_context, run.writing()))
     if config.threads:
         torch.set_num_threads(config.threads)
 
@@ -82,6 +90,7 @@ def _train(
     if run is None:
         started = time.strftime("%Y-%m-%d-%H%M%S")
         run = world.from_leader(partial(create_run_folder, config, started))
+        world.from_leader(partial(held.enter_context, run.writing()))
         reporter.note(f"{config.model} on {config.data}, {num_parameters(model):,} parameters, into {run.path}")
     else:
         checkpoint, problems = world.from_leader(partial(newest_checkpoint, run.last))
@@ -92,7 +101,11 @@ def _train(
         if world.leads:
             run.write_metrics(state.history)
         reporter.note(f"going on after step {state.step} (epoch {state.epoch + 1})")
-    save = partial(save_state, run, model, optimizer, totals, world)
+    save = partial(save_state, run, config, model, optimizer, totals, world)
+    if config.batch_size > len(data.train):
+        reporter.warn(
+            f"batch_size={config.batch_size}: there are only {len(data.train)} training samples, all in one batch"
+        )
     reporter.start(task.formats, config.epochs, len(loader), state.epoch, state.batch)
     saved_at = time.monotonic()
 
@@ -134,7 +147,8 @@ def _train(
             state.best, state.best_epoch = result_v[task.better], state.epoch + 1
             tensors = optim.model_tensors(model)
             if world.leads:
-                save_tensors(run.best, tensors, card)
+                with tells_how_to_go_on(run):
+                    save_tensors(run.best, tensors, card)
         state.epoch, state.batch, state.seconds = state.epoch + 1, 0, 0.0
         totals.clear()
         save(state)
@@ -147,7 +161,7 @@ def _train(
         if signal_number:
             raise Interrupted(signal_number, state.step, run.path)
 
-    # The outcome: the last weights, or with early stopping the best, judged on the test images.
+    # The outcome: the last weights, or with early stopping the best, judged on test data.
     if config.patience is not None and state.best_epoch:
         best = world.from_leader(lambda: load(run.best).state_dict())
         optim.load_model_tensors(model, best)

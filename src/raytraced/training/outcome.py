@@ -2,7 +2,9 @@
 
 import importlib.util
 import platform
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,13 +44,18 @@ def summarise(
 
 
 def write_event(run: RunFolder, metrics: dict[str, Any]) -> None:
-    """Add an epoch to the TensorBoard events, if that extra is installed."""
+    """Tell TensorBoard, if that extra is installed, of all epochs up to this one: one file a run, resumed or not."""
     if importlib.util.find_spec("tensorboard") is None:
         return
     from torch.utils.tensorboard import SummaryWriter
 
-    # purge_step hides what a run that was killed had already told about this epoch
-    with SummaryWriter(str(run.path / "events"), purge_step=metrics["epoch"]) as writer:
-        for name, value in metrics.items():
-            if isinstance(value, float):
-                writer.add_scalar(name, value, metrics["epoch"])
+    folder = run.path / "events"
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".events-", dir=run.path) as fresh:
+        with SummaryWriter(fresh) as writer:
+            for epoch in (one for one in run.read_metrics() if one["epoch"] <= metrics["epoch"]):
+                for name, value in epoch.items():
+                    if isinstance(value, float):
+                        writer.add_scalar(name, value, epoch["epoch"])
+        (written,) = Path(fresh).iterdir()
+        written.replace(folder / "events.out.tfevents.run")

@@ -67,7 +67,7 @@ class PlainLines(Silent):
         left = (time.monotonic() - self.started) / done * (self.num_epochs - metrics["epoch"])
         number = f"{metrics['epoch']:>{len(str(self.num_epochs))}}/{self.num_epochs}"
         told = f"{tell(metrics, self.formats, 'train_')} {tell_validation(metrics, self.formats)}"
-        print(f"epoch {number} {told}  {clock(left)} left", flush=True)
+        print(f"epoch {number} {told} {clock(left)} left", flush=True)
 
 
 def tell(means: dict[str, Any], formats: dict[str, str], part: str = "") -> str:

@@ -1,6 +1,7 @@
 """The folder of one run: where each file is, and how it is made without ever overwriting another.
 
 config.yaml          what was asked for
+continuations.jsonl  a line for each time it was continued with other options
 metrics.jsonl        a line an epoch
 last/                the two newest checkpoints
 best/                model.safetensors of the epoch that did best on validation data
@@ -15,9 +16,11 @@ import difflib
 import json
 import os
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from raytraced.files import flush_folder, remove_leftovers, write_file
 from raytraced.training.config import TrainConfig, read_config, write_config
@@ -63,6 +66,38 @@ class RunFolder:
         """What came out, or None while the run is not over."""
         path = self.path / "summary.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def read_continuations(self) -> list[dict[str, Any]]:
+        """What was changed on the way, each time with the whole configuration from then on."""
+        path = self.path / "continuations.jsonl"
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+    def add_continuation(self, config: TrainConfig, changes: dict[str, Any], after: dict[str, Any]) -> None:
+        """Note that the run goes on otherwise; a finished one is open again, its summary is kept with the note."""
+        stated = {**after, "changes": changes, "summary": self.read_summary(), "config": asdict(config)}
+        lines = [*self.read_continuations(), stated]
+        write_file(self.path / "continuations.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        write_file(self.path / "config.yaml", write_config(config))
+        (self.path / "summary.json").unlink(missing_ok=True)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Be the only process that writes this run, while inside; the lock goes with the process, however it ends."""
+        with (self.path / ".lock").open("a+") as file:
+            if not _take(file, shared=False):
+                raise ValueError(f"{self.path}: is being trained by process {self.writer()}; wait for it, or stop it")
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
+    def writer(self) -> int | None:
+        """The process that trains this run now, None if there is none."""
+        path = self.path / ".lock"
+        if not path.exists():
+            return None
+        with path.open() as file:
+            return None if _take(file, shared=True) else int(file.read() or 0)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Its presence is what marks a run as finished, so it is written last."""
@@ -113,6 +148,19 @@ def list_runs(output: str = "runs") -> list[RunFolder]:
     """All runs in a folder, oldest first."""
     folders = [path.parent for path in Path(output).glob("*/config.yaml") if not path.parent.name.startswith(".")]
     return [RunFolder(path) for path in sorted(folders, key=lambda path: (path / "config.yaml").stat().st_mtime)]
+
+
+def _take(file: IO[str], shared: bool) -> bool:
+    """Take the lock on an open file, unless another process has it; where there are no such locks, all may write."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _umask() -> int:

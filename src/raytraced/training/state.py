@@ -1,5 +1,7 @@
 """Where a run is: its position, its metrics, the sums of the running epoch; written to and read from checkpoints."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from raytraced.tasks.task import Task
 from raytraced.training import optim
 from raytraced.training.checkpoint import Checkpoint, list_checkpoints, save_checkpoint
+from raytraced.training.config import TrainConfig
 from raytraced.training.evaluation import Evaluation
 from raytraced.training.objective import StepResult
 from raytraced.training.run_folder import RunFolder
@@ -95,21 +98,34 @@ def epoch_metrics(
 
 
 def save_state(
-    run: RunFolder, model: nn.Module, optimizer: torch.optim.Optimizer, totals: Totals, world: World, state: State
+    run: RunFolder,
+    config: TrainConfig,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    totals: Totals,
+    world: World,
+    state: State,
 ) -> None:
     """Write a checkpoint; every process gives its part, the leader writes."""
     tensors = {f"model/{name}": tensor for name, tensor in optim.model_tensors(model).items()}
     tensors |= {f"optimizer/{name}": tensor for name, tensor in optim.optimizer_tensors(model, optimizer).items()}
     tensors |= {f"totals/{name}": tensor for name, tensor in totals.reduced().items()}
-    rest = asdict(state)
+    rest = asdict(state) | {"config": asdict(config)}  # so that an edited config.yaml cannot change the run in silence
     step = rest.pop("step")
     world.from_leader(lambda: write_checkpoint(run, Checkpoint(step, tensors, rest)))
 
 
 def write_checkpoint(run: RunFolder, checkpoint: Checkpoint) -> None:
     """Write it; if that fails, say what is still whole and how to go on."""
-    try:
+    with tells_how_to_go_on(run):
         save_checkpoint(run.last, checkpoint)
+
+
+@contextmanager
+def tells_how_to_go_on(run: RunFolder) -> Iterator[None]:
+    """A file that cannot be written, on a full disk say, is told with what is still whole and how to go on."""
+    try:
+        yield
     except OSError as error:
         kept = list_checkpoints(run.last)
         still = f"{kept[0].name} is whole; " if kept else ""
@@ -130,4 +146,5 @@ def restore_state(
     # the sums were taken over all processes: one of them goes on with them
     share = 1.0 if world.leads else 0.0
     totals.sums = {name: tensor.to(world.device) * share for name, tensor in parts["totals"].items()}
-    return State(step=checkpoint.step, **checkpoint.state)
+    kept = {name: value for name, value in checkpoint.state.items() if name != "config"}
+    return State(step=checkpoint.step, **kept)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 FORMATS = {"experts": ".2f", "probability": ".1%"}
 """how fractions are written that every task has"""
+FEW = 10
+"""groups at each end of a long table"""
 DISPENSABLE = ("parameters", "seed", "time", "validation", "data", "model", "experts")
 """columns that a narrow terminal's table of runs does without, the first of them first"""
 
@@ -52,6 +54,7 @@ def run_row(run: RunFolder) -> dict[str, Any]:
         "epochs": len(history),
         "of": config.epochs,
         "complete": summary is not None,
+        "process": run.writer(),
         **{f"validation_{name}": last[f"validation_{name}"] for name in figures},
         **{f"test_{name}": test.get(name) for name in figures},
         "experts": test.get("mean_experts"),
@@ -78,6 +81,12 @@ def print_runs(found: Sequence[dict[str, Any]]) -> None:
         console.print(f"no room for {', '.join(DISPENSABLE[:left_out])}: --json tells all", style="dim")
 
 
+def _state(row: dict[str, Any]) -> str:
+    if row["process"] is not None:
+        return f"running (process {row['process']})"
+    return "complete" if row["complete"] else "can be resumed"
+
+
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
     """What the table tells of all that; the first of the task's figures stands for how good a run is."""
 
@@ -97,7 +106,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
         "experts": row["experts"],
         "parameters": row["parameters"],
         "time": clock(row["seconds"]),
-        "state": "complete" if row["complete"] else "can be resumed",
+        "state": _state(row),
     }
 
 
@@ -124,6 +133,12 @@ def print_outcome(run: RunFolder) -> None:
         print(f"activation sequences of some test data: {picture}")
 
 
+def _worst_and_best(groups: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Of many groups those that tell the most."""
+    judged = sorted((row for row in groups if isinstance(row[name], float)), key=lambda row: row[name])
+    return [*judged[:FEW], *judged[-FEW:]] if len(judged) > 2 * FEW else judged
+
+
 def print_evaluation(result: "Evaluation", task: "Task[Data]", data: "Data", title: str) -> None:
     """The figures, then the task's table of groups, then the figures by the number of experts."""
     console, (name, *_) = Console(), task.formats
@@ -136,7 +151,10 @@ def print_evaluation(result: "Evaluation", task: "Task[Data]", data: "Data", tit
     console.print("  ".join([*shown, f"experts {result.mean_experts:.2f}"]), highlight=False)
     formats = FORMATS | task.formats
     if groups := task.group_rows(data, result):
-        console.print(make_table(groups, formats))
+        shown_groups = groups if len(groups) <= 2 * FEW else _worst_and_best(groups, name)
+        console.print(make_table(shown_groups, formats))
+        if len(shown_groups) < len(groups):
+            console.print(f"the worst {FEW} and the best {FEW} of {len(groups):,}; --json tells all", style="dim")
     if result.budgets:
         rows = [
             {

@@ -63,8 +63,6 @@ def image_files(paths: Sequence[str]) -> list[Path]:
     """Files as they are, folders as the files below them."""
     found: list[Path] = []
     for path in map(Path, paths):
-        if not path.exists():
-            raise ValueError(f"{path}: there is no such file or folder")
         below = sorted(one for one in path.rglob("*") if one.is_file() and not one.name.startswith("."))
         if path.is_dir() and not below:
             raise ValueError(f"{path}: the folder holds no files")

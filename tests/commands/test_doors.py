@@ -1,0 +1,312 @@
+"""What a new user meets: one writer a run, stated continuations, data that is found from anywhere, wrong weights told."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import raytraced as rt
+from raytraced.__main__ import main
+from raytraced.training.run_folder import RunFolder
+
+TINY = ("--batch_size", "16", "--model_options.num_layers", "2", "--model_options.num_experts", "3")
+
+
+@pytest.fixture
+def run_command(monkeypatch, capsys):
+    """Run `raytraced WORDS` in this process: exit code, stdout, stderr."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["raytraced", *map(str, words)])
+        code = main()
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+def stripes(path, num=60):
+    labels = np.arange(num) % 3
+    images = np.random.default_rng(0).integers(0, 120, (num, 8, 8))
+    for label, image in zip(labels, images, strict=True):
+        image[label::3] += 100
+    np.savez(path, x_train=images.astype(np.uint8), y_train=labels)
+    return path
+
+
+@pytest.fixture
+def trained(tmp_path, run_command):
+    """A small finished run of two epochs on a file of one's own."""
+    data = stripes(tmp_path / "stripes.npz")
+    words = ("train", "--data", data, "--output", tmp_path / "runs", "--name", "one", "--epochs", 2, "--quiet", *TINY)
+    assert run_command(*words)[0] == 0
+    return tmp_path / "runs" / "one"
+
+
+def test_a_run_finds_its_data_from_anywhere(tmp_path, monkeypatch, run_command):
+    stripes(tmp_path / "stripes.npz")
+    monkeypatch.chdir(tmp_path)
+    assert run_command("train", "--data", "stripes.npz", "--name", "one", "--epochs", 1, "--quiet", *TINY)[0] == 0
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert run_command("evaluate", tmp_path / "runs" / "one")[0] == 0
+    (tmp_path / "stripes.npz").rename(tmp_path / "moved.npz")
+    code, _, told = run_command("evaluate", tmp_path / "runs" / "one")
+    assert code == 2
+    assert "if it has moved, say where with --data" in told
+    assert run_command("evaluate", tmp_path / "runs" / "one", "--data", tmp_path / "moved.npz")[0] == 0
+
+
+def test_a_run_has_one_writer_and_its_death_frees_it(trained, run_command):
+    program = f"""
+import sys, time
+from pathlib import Path
+from raytraced.training.run_folder import RunFolder
+with RunFolder(Path({str(trained)!r})).writing():
+    print("held", flush=True)
+    time.sleep(60)
+"""
+    holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        output = trained.parent
+        assert f"running (process {holder.pid})" in run_command("runs", "--output", output)[1]
+        code, _, told = run_command("resume", trained, "--epochs", 3)
+        assert code == 2
+        assert f"is being trained by process {holder.pid}" in told
+        assert not (trained / "continuations.jsonl").exists()
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert "complete" in run_command("runs", "--output", output)[1]
+    assert run_command("resume", trained, "--epochs", 3, "--quiet")[0] == 0
+
+
+def test_training_holds_the_lock_while_it_runs(tmp_path):
+    data = stripes(tmp_path / "stripes.npz")
+    words = ["train", "--data", str(data), "--output", str(tmp_path), "--name", "one", "--epochs", "2000", *TINY]
+    process = subprocess.Popen([sys.executable, "-m", "raytraced", *words], stdout=subprocess.PIPE, text=True)
+    run = RunFolder(tmp_path / "one")
+    try:
+        deadline = time.monotonic() + 60
+        while run.writer() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert run.writer() == process.pid
+        with pytest.raises(ValueError, match=f"is being trained by process {process.pid}"), run.writing():
+            pass
+        os.kill(process.pid, signal.SIGHUP)  # a terminal that closes: the run saves itself
+        told = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGHUP
+    assert "stopped by SIGHUP" in told
+    assert run.writer() is None
+    assert list(run.last.glob("step-*.safetensors"))
+
+
+def test_an_edited_config_does_not_change_a_run_in_silence(trained, run_command):
+    (trained / "summary.json").unlink()
+    content = yaml.safe_load((trained / "config.yaml").read_text())
+    (trained / "config.yaml").write_text(yaml.safe_dump(content | {"lr": 1.0, "epochs": 9}))
+    code, _, told = run_command("resume", trained, "--quiet")
+    assert code == 0
+    assert "config.yaml was edited (epochs, lr), the run goes on as it was started" in told
+    assert len(RunFolder(trained).read_metrics()) == 2
+
+
+def test_a_finished_run_goes_on_and_says_so(trained, run_command):
+    code, told, _ = run_command("resume", trained)
+    assert (code, "is complete" in told) == (0, True)
+    code, _, told = run_command("resume", trained, "--epochs", 2)
+    assert code == 0 or "must be more than the 2 that are done" in told
+    first = RunFolder(trained).read_metrics()
+    assert run_command("resume", trained, "--epochs", 4, "--lr", 0.002, "--quiet")[0] == 0
+    (stated,) = RunFolder(trained).read_continuations()
+    assert stated["changes"] == {"epochs": {"from": 2, "to": 4}, "lr": {"from": 0.005, "to": 0.002}}
+    assert stated["after_epoch"] == 2
+    assert stated["summary"]["epochs"] == 2
+    history = RunFolder(trained).read_metrics()
+    assert history[:2] == first
+    assert len(history) == 4
+    # 0.002 along a half cosine over 4 epochs of 3 batches, at the last step
+    assert history[-1]["learning_rate"] == pytest.approx(0.002 * 0.5 * (1 + np.cos(np.pi * 11 / 12)), rel=1e-6)
+    assert RunFolder(trained).config.epochs == 4
+
+
+def test_fewer_epochs_than_are_done_are_refused(trained, run_command):
+    code, _, told = run_command("resume", trained, "--epochs", 1)
+    assert code == 2
+    assert "epochs=1: must be more than the 2 that are done" in told
+    assert (trained / "summary.json").exists()
+
+
+def test_the_best_weights_of_an_unfinished_run_can_be_used(trained, run_command):
+    (trained / "summary.json").unlink()
+    (trained / "model.safetensors").unlink()
+    code, _, told = run_command("evaluate", trained)
+    assert code == 2
+    assert "is not over" in told
+    assert "--weights best" in told
+    assert run_command("evaluate", trained, "--weights", "best")[0] == 0
+
+
+def test_weights_that_are_not_finite_are_told(trained, run_command):
+    model = rt.load(trained)
+    with torch.no_grad():
+        model.head.bias[0] = float("nan")
+    rt.save(model, trained / "model.safetensors")
+    code, told, error = run_command("evaluate", trained)
+    assert code == 2
+    assert "answers are not finite" in error
+    assert "nan%" not in told
+
+
+def test_predict_tells_several_answers_of_folders_under_a_budget(trained, tmp_path, run_command):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name, shade in (("dark", 10), ("bright", 245)):
+        Image.new("L", (8, 8), shade).save(folder / f"{name}.png")
+    words = ("predict", trained, folder, "--top", 2, "--max-experts", 1, "--json")
+    code, told, _ = run_command(*words)
+    rows = [json.loads(line) for line in told.splitlines()]
+    assert code == 0
+    assert [row["image"].rpartition("/")[2] for row in rows] == ["bright.png", "dark.png"]
+    assert all(row["experts"] <= 1 for row in rows)
+    assert all(row["probability"] >= row["2. probability"] for row in rows)
+    assert all(row["answer"] != row["2. answer"] for row in rows)
+    assert (
+        run_command("predict", trained, folder, "--top", 4)[2]
+        .strip()
+        .endswith("must lie in 1 … 3, the number of classes")
+    )
+    assert "there is no such file or folder" in run_command("predict", trained, tmp_path / "none")[2]
+
+
+def test_predict_draws_the_path_of_my_image(trained, tmp_path, run_command):
+    Image.new("L", (8, 8), 40).save(tmp_path / "mine.png")
+    picture = tmp_path / "path.png"
+    assert run_command("predict", trained, tmp_path / "mine.png", "--sequence", picture)[0] == 0
+    with Image.open(picture) as drawn:
+        assert drawn.width > 100
+
+
+def test_an_image_that_looks_inverted_is_told(tmp_path, run_command):
+    ink = np.zeros((28, 28), np.uint8)
+    ink[4:24, 12:16] = 255
+    Image.fromarray(ink).save(tmp_path / "ink.png")
+    Image.fromarray(255 - ink).save(tmp_path / "paper.png")
+    _, _, told = run_command("predict", "mre-mnist", tmp_path / "ink.png", tmp_path / "paper.png")
+    assert "paper.png: looks inverted" in told
+    assert "ink.png" not in told
+
+
+def test_a_picture_of_curves_is_not_overwritten(trained, tmp_path, monkeypatch, run_command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "compare.png").write_bytes(b"mine")
+    code, told, _ = run_command("compare", trained)
+    assert code == 0
+    assert told.splitlines()[-1] == "compare-2.png"
+    assert (tmp_path / "compare.png").read_bytes() == b"mine"
+
+
+def test_the_command_ends_quietly_while_it_is_being_imported():
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "raytraced", "--help"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    for line in process.stderr:
+        if "jsonargparse" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    told = process.communicate()[1]
+    assert process.returncode in (0, 130)
+    assert "Traceback" not in told
+
+
+def test_print_config_keeps_only_what_was_set(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["raytraced", "train", "--data", "mnist", "--epochs", "3", "--print_config"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert yaml.safe_load(capsys.readouterr().out) == {"data": "mnist", "epochs": 3}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("train", "--learning-rate", "1"), "did you mean --lr?"),
+        (("train", "--seed", str(2**70)), "must be below 2**63"),
+        (("train", "--data", "fashion-mnits"), "did you mean fashion-mnist?"),
+        (("train", "--model_options.num_experts", "100000", "--epochs", "1"), "not enough memory"),
+    ],
+)
+def test_a_mistake_is_one_line(words, told, tmp_path, run_command):
+    code, _, error = run_command(*words, *(("--output", tmp_path / "runs") if words[0] == "train" else ()))
+    assert code == 2
+    assert told in error
+    assert len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+def test_an_empty_config_file_is_told(tmp_path, run_command):
+    (tmp_path / "empty.yaml").touch()
+    code, _, error = run_command("train", "-c", tmp_path / "empty.yaml")
+    assert code == 2
+    assert "the file is empty, or holds no options" in error
+
+
+def test_events_are_one_file_a_run_resumed_or_not(trained, run_command):
+    assert run_command("resume", trained, "--epochs", 3, "--quiet")[0] == 0
+    (file,) = (trained / "events").iterdir()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(file))
+    events.Reload()
+    told = [(event.step, event.value) for event in events.Scalars("train_loss")]
+    expected = [(line["epoch"], line["train_loss"]) for line in RunFolder(trained).read_metrics()]
+    assert [step for step, _ in told] == [1, 2, 3]
+    np.testing.assert_allclose([value for _, value in told], [value for _, value in expected], rtol=1e-6)
+
+
+def test_a_batch_larger_than_the_data_is_told(tmp_path, run_command):
+    data = stripes(tmp_path / "stripes.npz")
+    words = ("train", "--data", data, "--output", tmp_path, "--epochs", 1, "--quiet", "--batch_size", 1000)
+    _, _, told = run_command(*words)
+    assert "batch_size=1000: there are only 42 training samples" in told
+
+
+def test_a_full_disk_while_writing_the_best_weights_says_how_to_go_on(tmp_path, monkeypatch, run_command):
+    data = stripes(tmp_path / "stripes.npz")
+    from raytraced.training import loop
+
+    def fill(path, tensors, card):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(loop, "save_tensors", fill)
+    words = ("train", "--data", data, "--output", tmp_path, "--name", "one", "--epochs", 1, "--quiet", *TINY)
+    code, _, told = run_command(*words)
+    assert code == 2
+    assert "No space left on device" in told
+    assert f"raytraced resume {tmp_path / 'one'}" in told
+
+
+def test_many_classes_show_the_worst_and_the_best(tmp_path, run_command):
+    labels = np.arange(150) % 30
+    images = np.random.default_rng(0).integers(0, 255, (150, 8, 8)).astype(np.uint8)
+    np.savez(tmp_path / "many.npz", x_train=images, y_train=labels)
+    words = ("train", "--data", tmp_path / "many.npz", "--output", tmp_path, "--name", "one", "--epochs", 1, "--quiet")
+    assert run_command(*words, *TINY)[0] == 0
+    _, told, _ = run_command("evaluate", tmp_path / "one", "--split", "train")
+    assert "the worst 10 and the best 10 of 30" in told
+    assert len(json.loads(run_command("evaluate", tmp_path / "one", "--json")[1])["accuracy_per_class"]) == 30

@@ -1,0 +1,164 @@
+"""`make test-mutants`: one small fault at a time in a copy of the core; a fault that no test notices is a gap in the tests.
+
+`python tests/mutants.py [--processes 2] [MODULE …]`. It goes on where it was stopped, and prints a table and the
+survivors. Why the known ones live is said in docs/testing.md. (mutmut 3.8 fails with pytest 9.2 and leaves out all that is
+outside of functions; cosmic-ray starts Python and torch anew for every fault. Here torch is imported once, then forked.)
+"""
+
+import ast
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis  # noqa: F401 (imported here, it is shared by all children)
+import pytest
+import torch  # noqa: F401
+
+ROOT = Path(__file__).parents[1]
+WORK, SECONDS = ROOT / ".mutants", 120  # a fault that keeps its tests busy for so long is noticed
+# The test files that check each module, the ones that notice most first.
+CHECKED_BY = {
+    "routing": "test_routing test_recipes test_sequence test_layer",
+    "sequence": "test_sequence test_sequence_laws test_routing test_layer",
+    "grid": "test_sparse test_grid_laws test_layer",
+    "layer": "test_tokens test_layer test_layer_laws routers/test_routers routers/test_ada_k",
+    "routers/raytraced": "test_recipes test_layer test_layer_laws test_cost test_sequence",
+    "cost": "test_cost",
+    "training/evaluation": "training/test_evaluation_laws training/test_evaluation",
+    "training/objective": "training/test_objective training/test_evaluation training/test_options",
+}
+SWAPS = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Mult, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitOr,
+    ast.LShift: ast.RShift, ast.RShift: ast.LShift,
+}  # fmt: skip
+SKIPPED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)  # words for people, or for the type checker
+SKIPPED_FIELDS = ("annotation", "returns", "decorator_list", "ctx")
+
+
+def replacements(node: ast.AST, field: str) -> Iterator[ast.AST]:
+    """What may stand in a node's place, each a fault."""
+    if type(node) in SWAPS:
+        yield SWAPS[type(node)]()
+    if isinstance(node, ast.Constant):
+        value = node.value
+        if isinstance(value, bool):
+            yield ast.Constant(not value)
+        elif isinstance(value, int | float):
+            yield from (ast.Constant(value + 1), ast.Constant(value - 1))
+        elif isinstance(value, str):
+            yield ast.Constant(f"{value}?")
+    if isinstance(node, ast.UnaryOp):
+        yield node.operand
+    elif field in ("test", "ifs"):
+        yield ast.UnaryOp(ast.Not(), node)
+    if isinstance(node, ast.Return) and node.value is not None:
+        yield ast.Return(None)
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield ast.Pass()
+    if isinstance(node, ast.Call):
+        for drop in range(len(node.keywords)):
+            yield ast.Call(node.func, node.args, node.keywords[:drop] + node.keywords[drop + 1 :])
+        if len(node.args) > 1:
+            yield ast.Call(node.func, node.args[:-1], node.keywords)
+
+
+def faults(tree: ast.AST, node: ast.AST, line: int = 0) -> Iterator[tuple[int, str, str]]:
+    """Every fault below a node: its line, what it is, and the whole source with it."""
+    for field, value in ast.iter_fields(node):
+        children = value if isinstance(value, list) else [value]
+        for index, child in enumerate(children):
+            is_words = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
+            is_words |= isinstance(child, ast.FunctionDef) and child.name == "extra_repr"
+            if not isinstance(child, ast.AST) or field in SKIPPED_FIELDS or isinstance(child, SKIPPED) or is_words:
+                continue
+            at = getattr(child, "lineno", line)
+            for new in replacements(child, field):
+                put = (lambda one, i=index, f=field, v=value: v.__setitem__(i, one) if isinstance(v, list) else setattr(node, f, one))  # fmt: skip
+                put(ast.copy_location(new, child))
+                whole = isinstance(new, ast.cmpop | ast.operator | ast.boolop)
+                told = ast.unparse(node if whole else new).partition("\n")[0]
+                yield at, f"{field}: {told[:90]}", ast.unparse(ast.fix_missing_locations(tree))
+                put(child)
+            yield from faults(tree, child, at)
+
+
+def start_tests(tree: Path, files: list[str]) -> int:
+    """A process that exits with 0 if every test passes, and is killed if that takes too long."""
+    if pid := os.fork():
+        return pid
+    os.setsid()
+    signal.alarm(SECONDS)
+    os.chdir(tree)
+    sys.path[0] = os.environ["PYTHONPATH"] = str(tree / "src")
+    os.environ["RAYTRACED_OPERATIONS"] = "plain"  # what is changed is the plain path; tests of both paths set their own
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    try:
+        options = ["-x", "--assert=plain", "-p", "no:cacheprovider", "-k", "not compile and not export"]
+        code = pytest.main([*options, *files])
+    finally:
+        os._exit(code if "code" in locals() else 1)
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("modules", nargs="*", default=list(CHECKED_BY))
+    parser.add_argument("--processes", type=int, default=2)
+    sys.dont_write_bytecode = True
+    given, results = parser.parse_args(), WORK / "results.json"
+    known = json.loads(results.read_text()) if results.exists() else {}
+    free, at_work, found = [], {}, []
+    for number in range(given.processes):
+        free.append(WORK / f"tree-{number}")
+        shutil.rmtree(free[-1], ignore_errors=True)
+        for folder in ("src", "tests"):
+            shutil.copytree(ROOT / folder, free[-1] / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", free[-1])
+
+    def wait() -> None:
+        pid, status = os.wait()
+        place, path, source, told, keys = at_work.pop(pid)
+        (place / path).write_text(source)
+        free.append(place)
+        known[keys[0] if status else keys[1]] = bool(status)
+        results.write_text(json.dumps(known, indent=0))
+        print("killed  " if status else "survived", *told, flush=True)
+
+    for module in given.modules:
+        path, files = f"src/raytraced/{module}.py", [f"tests/{name}.py" for name in CHECKED_BY[module].split()]
+        source, tests = (ROOT / path).read_text(), "".join((ROOT / file).read_text() for file in files)
+        tree = ast.parse(source)
+        for line, what, text in [(0, "no fault at all", source), *faults(tree, tree)]:
+            # A fault stays noticed; one that was not is tried again when its tests have changed.
+            keys = [hashlib.sha256(one.encode()).hexdigest()[:20] for one in (text, text + tests)]
+            found.append((module, line, what, keys))
+            if known.keys().isdisjoint(keys):
+                if not free:
+                    wait()
+                place = free.pop()
+                (place / path).write_text(text)
+                at_work[start_tests(place, files)] = place, path, source, (module, line, what), keys
+    while at_work:
+        wait()
+    print(f"\n{'module':24}{'faults':>8}{'killed':>8}{'survived':>10}")
+    for module in given.modules:
+        killed = [keys[0] in known for name, line, _, keys in found if name == module and line]
+        print(f"{module:24}{len(killed):8}{sum(killed):8}{len(killed) - sum(killed):10}")
+    for module, line, what, keys in found:
+        if keys[0] not in known and line:
+            print(f"survived: {module}:{line}  {what}")
+    if broken := [module for module, line, _, keys in found if not line and keys[0] in known]:
+        sys.exit(f"the tests of {', '.join(broken)} fail without any fault: their figures mean nothing")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Experts of one's own under PyTorch's DDP as it comes: those that nobody chose take part, and two processes train as one.
+
+`python test_plain_ddp.py RANK FOLDER` is one of the two processes; process 0 writes what they did.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from raytraced import RaytracedExperts, operations
+from raytraced.layer import routed_layer
+from raytraced.routers.chain import ChainOfExperts
+from raytraced.routers.top_k import TopK
+
+NUM_STEPS, NUM_ROWS = 3, 4
+
+
+def expert():
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+
+
+LAYERS = {
+    "a plan": lambda: RaytracedExperts(5, 3, 8, expert=expert),
+    "step by step": lambda: routed_layer(TopK, 5, 3, 8, expert=expert),
+    "in rounds": lambda: routed_layer(ChainOfExperts, 5, 2, 8, expert=expert),
+    "stacks, nobody active": lambda: RaytracedExperts(5, 2, 3),
+    "modules, nobody active": lambda: RaytracedExperts(5, 2, 3, expert=expert),
+}
+
+
+class Model(nn.Module):
+    """A layer as a user would have it, between layers of their own."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(4, 5), LAYERS[name](), nn.Linear(5, 1)
+        self.options = {"max_experts": 0} if "nobody" in name else {}
+        self.way = {"experts": "sparse", "experts_layer": "sparse"}
+
+    def forward(self, x):
+        with operations.use(**self.way):
+            out = self.layer(self.first(x), **self.options)
+        # What the path costs is part of the loss: without it, nobody active leaves the gates out of it.
+        return self.last(out.hidden).square().sum(-1) + 0.1 * out.route.active.sum((-1, -2))
+
+
+def train(name, wrap, part):
+    """The gradients of each step, on a part of its batch."""
+    torch.manual_seed(0)
+    model = Model(name).double()
+    wrapped = wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+    for step in range(NUM_STEPS):
+        batch = torch.randn(NUM_ROWS, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        wrapped(batch[part]).mean().backward()
+        found.append({key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+    return found
+
+
+def one_of_two(rank, folder):
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
+    part = slice(rank * NUM_ROWS // 2, (rank + 1) * NUM_ROWS // 2)
+    results = {name: train(name, DistributedDataParallel, part) for name in LAYERS}
+    if rank == 0:
+        torch.save(results, Path(folder) / "results.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def of_two_processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ddp")
+    processes = [
+        subprocess.Popen([sys.executable, __file__, str(rank), str(folder)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], errors
+    return torch.load(folder / "results.pt")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_two_processes_have_the_gradients_of_one_with_the_whole_batch(name, of_two_processes):
+    alone, idle = train(name, lambda model: model, slice(None)), 0
+    for found, wanted in zip(of_two_processes[name], alone, strict=True):
+        assert wanted.keys() <= found.keys()
+        for key, value in found.items():
+            idle += key not in wanted
+            torch.testing.assert_close(value, wanted.get(key, torch.zeros_like(value)), rtol=0, atol=1e-12, msg=key)
+    assert idle > 0, "every parameter was used: nothing was tried"
+
+
+def test_one_process_alone_leaves_experts_without_rows_without_a_gradient():
+    """As PyTorch's optimizers expect it of what did not run."""
+    assert any(
+        len(step) < len(list(Model("a plan").parameters())) for step in train("a plan", lambda m: m, slice(None))
+    )
+
+
+if __name__ == "__main__":
+    one_of_two(int(sys.argv[1]), sys.argv[2])
