@@ -1,8 +1,8 @@
 """`make test-mutants`: one small fault at a time in a copy of the core; a fault that no test notices is a gap in the tests.
 
-`python tests/mutants.py [--processes 2] [MODULE …]`. It goes on where it was stopped, and prints a table and the
-survivors. Why the known ones live is said in docs/testing.md. (mutmut 3.8 fails with pytest 9.2 and leaves out all that is
-outside of functions; cosmic-ray starts Python and torch anew for every fault. Here torch is imported once, then forked.)
+It goes on where it was stopped and ends with a table and the survivors; docs/testing.md says why the known ones live.
+(mutmut 3.8 fails with pytest 9.2 and leaves out all that is outside of functions; cosmic-ray starts Python anew for every
+fault. Here torch is imported once and shared by all.)
 """
 
 import ast
@@ -16,22 +16,22 @@ from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis  # noqa: F401 (imported here, it is shared by all children)
+import hypothesis  # noqa: F401
 import pytest
 import torch  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
-WORK, SECONDS = ROOT / ".mutants", 120  # a fault that keeps its tests busy for so long is noticed
-# The test files that check each module, the ones that notice most first.
+WORK, SECONDS = ROOT / "build/mutants", 120  # a fault that keeps its tests busy for so long is noticed
+# The test files that check each module, those that notice most in little time first.
 CHECKED_BY = {
-    "routing": "test_routing test_recipes test_sequence test_layer",
-    "sequence": "test_sequence test_sequence_laws test_routing test_layer",
-    "grid": "test_sparse test_grid_laws test_layer",
-    "layer": "test_tokens test_layer test_layer_laws routers/test_routers routers/test_ada_k",
-    "routers/raytraced": "test_recipes test_layer test_layer_laws test_cost test_sequence",
+    "routing": "test_routing test_recipes test_sequence",
+    "sequence": "test_sequence test_recipes test_layer",
+    "grid": "test_sparse test_layer routers/test_dense",
+    "layer": "test_tokens routers/test_routers routers/test_ada_k test_layer",
+    "routers/raytraced": "test_recipes test_cost test_layer test_sequence",
     "cost": "test_cost",
-    "training/evaluation": "training/test_evaluation_laws training/test_evaluation",
-    "training/objective": "training/test_objective training/test_evaluation training/test_options",
+    "training/evaluation": "training/test_evaluation",
+    "training/objective": "training/test_objective training/test_options",
 }
 SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -40,73 +40,70 @@ SWAPS = {
     ast.Mod: ast.Mult, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitOr,
     ast.LShift: ast.RShift, ast.RShift: ast.LShift,
 }  # fmt: skip
-SKIPPED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)  # words for people, or for the type checker
+SKIPPED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)  # words for people or the type checker
 SKIPPED_FIELDS = ("annotation", "returns", "decorator_list", "ctx")
 
 
 def replacements(node: ast.AST, field: str) -> Iterator[ast.AST]:
     """What may stand in a node's place, each a fault."""
+    match node:
+        case ast.Constant(bool(value)):
+            yield ast.Constant(not value)
+        case ast.Constant(int(value) | float(value)):
+            yield from (ast.Constant(value + 1), ast.Constant(value - 1))
+        case ast.Constant(str(value)):
+            yield ast.Constant(f"{value}?")
+        case ast.UnaryOp():
+            yield node.operand
+        case ast.Return(ast.AST()):
+            yield ast.Return(None)
+        case ast.Expr(ast.Call()):
+            yield ast.Pass()
+        case ast.Call():
+            keywords = node.keywords
+            yield from (ast.Call(node.func, node.args, keywords[:i] + keywords[i + 1 :]) for i in range(len(keywords)))
+            if len(node.args) > 1:
+                yield ast.Call(node.func, node.args[:-1], keywords)
     if type(node) in SWAPS:
         yield SWAPS[type(node)]()
-    if isinstance(node, ast.Constant):
-        value = node.value
-        if isinstance(value, bool):
-            yield ast.Constant(not value)
-        elif isinstance(value, int | float):
-            yield from (ast.Constant(value + 1), ast.Constant(value - 1))
-        elif isinstance(value, str):
-            yield ast.Constant(f"{value}?")
-    if isinstance(node, ast.UnaryOp):
-        yield node.operand
-    elif field in ("test", "ifs"):
+    if field in ("test", "ifs"):
         yield ast.UnaryOp(ast.Not(), node)
-    if isinstance(node, ast.Return) and node.value is not None:
-        yield ast.Return(None)
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        yield ast.Pass()
-    if isinstance(node, ast.Call):
-        for drop in range(len(node.keywords)):
-            yield ast.Call(node.func, node.args, node.keywords[:drop] + node.keywords[drop + 1 :])
-        if len(node.args) > 1:
-            yield ast.Call(node.func, node.args[:-1], node.keywords)
 
 
 def faults(tree: ast.AST, node: ast.AST, line: int = 0) -> Iterator[tuple[int, str, str]]:
     """Every fault below a node: its line, what it is, and the whole source with it."""
     for field, value in ast.iter_fields(node):
-        children = value if isinstance(value, list) else [value]
-        for index, child in enumerate(children):
-            is_words = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
-            is_words |= isinstance(child, ast.FunctionDef) and child.name == "extra_repr"
-            if not isinstance(child, ast.AST) or field in SKIPPED_FIELDS or isinstance(child, SKIPPED) or is_words:
+        for index, child in enumerate(value if isinstance(value, list) else [value]):
+            words = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
+            words |= isinstance(child, ast.FunctionDef) and child.name == "extra_repr"
+            if words or not isinstance(child, ast.AST) or isinstance(child, SKIPPED) or field in SKIPPED_FIELDS:
                 continue
-            at = getattr(child, "lineno", line)
-            for new in replacements(child, field):
-                put = (lambda one, i=index, f=field, v=value: v.__setitem__(i, one) if isinstance(v, list) else setattr(node, f, one))  # fmt: skip
-                put(ast.copy_location(new, child))
-                whole = isinstance(new, ast.cmpop | ast.operator | ast.boolop)
-                told = ast.unparse(node if whole else new).partition("\n")[0]
-                yield at, f"{field}: {told[:90]}", ast.unparse(ast.fix_missing_locations(tree))
-                put(child)
-            yield from faults(tree, child, at)
+            line = getattr(child, "lineno", line)
+            for new in (*replacements(child, field), child):  # the last puts it back
+                if isinstance(value, list):
+                    value[index] = new
+                else:
+                    setattr(node, field, new)
+                if new is not child:
+                    told = ast.unparse(new if isinstance(new, ast.expr | ast.stmt) else node).partition("\n")[0]
+                    yield line, f"{field}: {told[:90]}", ast.unparse(ast.fix_missing_locations(tree))
+            yield from faults(tree, child, line)
 
 
-def start_tests(tree: Path, files: list[str]) -> int:
+def start_tests(place: Path, files: list[str]) -> int:
     """A process that exits with 0 if every test passes, and is killed if that takes too long."""
     if pid := os.fork():
         return pid
-    os.setsid()
-    signal.alarm(SECONDS)
-    os.chdir(tree)
-    sys.path[0] = os.environ["PYTHONPATH"] = str(tree / "src")
-    os.environ["RAYTRACED_OPERATIONS"] = "plain"  # what is changed is the plain path; tests of both paths set their own
-    for stream in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     try:
+        signal.alarm(SECONDS)
+        os.chdir(place)
+        sys.path[0] = os.environ["PYTHONPATH"] = str(place / "src")
+        os.environ["RAYTRACED_OPERATIONS"] = "plain"  # the path that is changed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         options = ["-x", "--assert=plain", "-p", "no:cacheprovider", "-k", "not compile and not export"]
-        code = pytest.main([*options, *files])
+        os._exit(pytest.main([*options, *files]))
     finally:
-        os._exit(code if "code" in locals() else 1)
+        os._exit(1)
 
 
 def main() -> None:
@@ -116,13 +113,12 @@ def main() -> None:
     sys.dont_write_bytecode = True
     given, results = parser.parse_args(), WORK / "results.json"
     known = json.loads(results.read_text()) if results.exists() else {}
-    free, at_work, found = [], {}, []
-    for number in range(given.processes):
-        free.append(WORK / f"tree-{number}")
-        shutil.rmtree(free[-1], ignore_errors=True)
+    free, at_work, found = [WORK / f"tree-{number}" for number in range(given.processes)], {}, []
+    for place in free:
+        shutil.rmtree(place, ignore_errors=True)
         for folder in ("src", "tests"):
-            shutil.copytree(ROOT / folder, free[-1] / folder, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", free[-1])
+            shutil.copytree(ROOT / folder, place / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", place)
 
     def wait() -> None:
         pid, status = os.wait()
@@ -153,9 +149,9 @@ def main() -> None:
     for module in given.modules:
         killed = [keys[0] in known for name, line, _, keys in found if name == module and line]
         print(f"{module:24}{len(killed):8}{sum(killed):8}{len(killed) - sum(killed):10}")
-    for module, line, what, keys in found:
-        if keys[0] not in known and line:
-            print(f"survived: {module}:{line}  {what}")
+    print(
+        *(f"survived: {m}:{line}  {what}" for m, line, what, keys in found if line and keys[0] not in known), sep="\n"
+    )
     if broken := [module for module, line, _, keys in found if not line and keys[0] in known]:
         sys.exit(f"the tests of {', '.join(broken)} fail without any fault: their figures mean nothing")
 

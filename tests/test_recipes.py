@@ -107,7 +107,9 @@ def test_the_sequence_stops_when_the_output_is_drawn_not_when_its_rate_is_the_la
     early = 0
     for b, nodes in enumerate(layer(rows, generator=generator()).route.nodes.tolist()):
         path = [k for k in nodes if k >= 0]
-        rates, output = rates_of_one(routing, entry[b], [[float(3 * l + i in path) for i in range(3)] for l in range(3)])
+        rates, output = rates_of_one(
+            routing, entry[b], [[float(3 * l + i in path) for i in range(3)] for l in range(3)]
+        )
         rivals = [rates[k // 3][k % 3] for k in range(9) if k not in path]
         early += len(path) < 9 and bool(output < max(rivals))
     assert early > 0
@@ -120,7 +122,7 @@ def test_the_recipe_is_what_the_named_model_and_the_reproduction_build():
     model = build("mre-paper", image_shape=(1, 28, 28), num_classes=10, **config.model_options)
     assert model.card.options == options
     assert (options["num_layers"], options["num_experts"], options["dim"]) == (4, 8, 16)  # appendix B
-    assert GRID == {name: options[name] for name in GRID}
+    assert {name: options[name] for name in GRID} == GRID
 
 
 def test_the_papers_learning_rates():

@@ -69,7 +69,7 @@ class Draws:
 
     def __init__(self, call: Call, like_BD: Tensor) -> None:
         self.generator = call.generator
-        self.rows_B = torch.arange(len(like_BD), device=like_BD.device) if call.rows is None else call.rows
+        self.rows_B = torch.arange(like_BD.shape[0], device=like_BD.device) if call.rows is None else call.rows
         self.seed: Tensor | None = None
 
     def uniform(self, step: int) -> Tensor:

@@ -182,7 +182,7 @@ def test_predict_tells_several_answers_of_folders_under_a_budget(trained, tmp_pa
     assert [row["image"].rpartition("/")[2] for row in rows] == ["bright.png", "dark.png"]
     assert all(row["experts"] <= 1 for row in rows)
     assert all(row["probability"] >= row["2. probability"] for row in rows)
-    assert all(row["answer"] != row["2. answer"] for row in rows)
+    assert all(row["answer"] != row["2."] for row in rows)
     assert (
         run_command("predict", trained, folder, "--top", 4)[2]
         .strip()

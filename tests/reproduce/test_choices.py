@@ -75,9 +75,13 @@ def test_the_learning_rate_is_chosen_on_validation_images_though_test_images_say
     assert best_rates(Results(searches), FULL) == {"mnist": {"mre": grid[-1]}}
 
 
-def test_the_shipped_seed_is_chosen_on_validation_images_though_test_images_say_the_reverse(record, monkeypatch, tmp_path):
+def test_the_shipped_seed_is_chosen_on_validation_images_though_test_images_say_the_reverse(
+    record, monkeypatch, tmp_path
+):
     shipped = []
     monkeypatch.setattr(shipping, "ship", lambda name, one, run, folder: shipped.append((name, one.seed)))
-    seeds = [record("mnist", "mre", seed, validation=0.7 + 0.05 * seed, accuracy=0.9 - 0.05 * seed) for seed in range(3)]
+    seeds = [
+        record("mnist", "mre", seed, validation=0.7 + 0.05 * seed, accuracy=0.9 - 0.05 * seed) for seed in range(3)
+    ]
     ship_all(Results(seeds), tmp_path)
     assert shipped == [("mre-mnist", 2)]

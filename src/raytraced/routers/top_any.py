@@ -35,7 +35,7 @@ class TopAny(Router):
         similarity_BN = F.linear(F.normalize(hidden_BD, dim=-1), directions_ND)
         similarity_BN = similarity_BN.to(torch.promote_types(similarity_BN.dtype, torch.float32))
         margin_BN = similarity_BN.sigmoid() - self.thresholds[step].sigmoid()
-        nearest_BN = F.one_hot(margin_BN.argmax(-1), self.num_experts).bool()
+        nearest_BN = margin_BN.argmax(-1, keepdim=True) == torch.arange(self.num_experts, device=margin_BN.device)
         open_BN = (margin_BN > 0) | (nearest_BN & (margin_BN.amax(-1, keepdim=True) <= 0))
         # Straight through: the difference is exactly 0, so the mask stays exactly 0 or 1.
         active_BN = open_BN.to(margin_BN.dtype) + (margin_BN - margin_BN.detach())

@@ -30,7 +30,8 @@ def make_table(rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str] = F
     for name, first in rows[0].items():
         table.add_column(name, justify="left" if isinstance(first, str) and name not in formats else "right")
     for row in rows:
-        table.add_row(*(_cell(value, formats.get(name, "")) for name, value in row.items()))
+        # of "2. probability" the last word tells what it is
+        table.add_row(*(_cell(value, formats.get(name.rpartition(" ")[2], "")) for name, value in row.items()))
     return table
 
 

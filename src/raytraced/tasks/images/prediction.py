@@ -52,7 +52,7 @@ def predict(
         row: dict[str, Any] = {"image": str(path), "answer": names[int(answers[0])], "probability": float(probs[0])}
         for rank in range(1, top):
             row |= {
-                f"{rank + 1}. answer": names[int(answers[rank])],
+                f"{rank + 1}.": names[int(answers[rank])],
                 f"{rank + 1}. probability": float(probs[rank]),
             }
         rows.append(row | {"experts": int(experts)})

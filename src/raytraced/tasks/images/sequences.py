@@ -5,6 +5,7 @@ L layers, N experts a layer, O = N + 1 outlets of a gate (the next layer's nodes
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import NamedTuple
 
 import matplotlib
@@ -102,11 +103,8 @@ def draw_traces(traces: list[Trace], routing: RoutingNetwork, path: Path) -> Non
     height = 0.5 + width * (9.4 + 1.6 * routing.num_layers) / (routing.num_experts + 0.8)
     with matplotlib.rc_context({"font.size": 9, "text.color": INK}):
         figure = Figure(figsize=(width * len(traces), height), facecolor="white", layout="constrained")
-        figure.suptitle(
-            "Activation sequences: each image lights its own experts, one after the other (1, 2, 3 …); "
-            "lines are firing rates",
-            fontsize=10,
-        )
+        title = "Activation sequences: each image lights its own experts, one after the other (1, 2, 3 …); lines are firing rates"
+        figure.suptitle("\n".join(wrap(title, round(12 * width * len(traces)))), fontsize=10)
         panels = figure.subplots(1, len(traces), squeeze=False)[0]
         for axes, one in zip(panels, traces, strict=True):
             draw_trace(axes, one, routing.num_layers, routing.num_experts)

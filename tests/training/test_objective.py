@@ -1,0 +1,146 @@
+"""What a step minimises and tells, and where its draws come from, each against a second computation."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from raytraced import build
+from raytraced.cost import sample_cost
+from raytraced.tasks.images.task import ImageTask
+from raytraced.tasks.task import Batch
+from raytraced.training.config import TrainConfig
+from raytraced.training.objective import PREFIXES, Objective, seeded, step_seed
+from training.stripes import GRID
+
+
+@pytest.fixture
+def batch():
+    return Batch(torch.rand(5, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1]), torch.tensor([7, 3, 11, 0, 2]))
+
+
+def make(world_size=1, model="mre", config=None, **options):
+    made = build(model, image_shape=(1, 8, 8), num_classes=3, **GRID, **options)
+    return Objective(made, config or TrainConfig(), ImageTask(), world_size)
+
+
+def test_step_seeds_are_those_of_splitmix64():
+    """Steele et al. 2014: x ^= x >> 30, · 0xBF58476D1CE4E5B9, x ^= x >> 27, · 0x94D049BB133111EB, x ^= x >> 31."""
+
+    def splitmix(x):
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = (x ^ x >> shift) * factor & 0xFFFF_FFFF_FFFF_FFFF
+        return x ^ x >> 31
+
+    for seed in (0, 1, 12345, 2**63 - 1):
+        for step in (0, 1, 999_999):
+            start = 0x9E3779B97F4A7C15 * seed + 0xBF58476D1CE4E5B9 * step + 0x94D049BB133111EB
+            assert (
+                step_seed(seed, step) == splitmix(start & 0xFFFF_FFFF_FFFF_FFFF) // 2
+            )  # what a generator takes: 63 bits
+
+
+def test_the_prefix_of_a_step_is_drawn_evenly_and_only_where_it_is_asked_for():
+    assert PREFIXES == (0, 1, 2, 3, 4)  # docs/training.md: an answer with 0 to 4 experts
+    asked = make(config=TrainConfig(anytime_loss=0.5))
+    drawn = torch.tensor([asked.budgets(step_seed(0, step)) for step in range(2000)])
+    share = torch.bincount(drawn.flatten(), minlength=5) / 2000
+    assert drawn.shape == (2000, 1)
+    assert ((share - 0.2).abs() <= 5 * (0.16 / 2000) ** 0.5).all()  # five standard errors
+    assert make().budgets(3) == ()
+
+
+def test_the_sums_of_a_step_are_over_its_targets(batch):
+    objective = make()
+    found = objective(batch, 3, 5)
+    out = objective.model(batch.inputs)
+    assert float(found.sums["loss"]) == pytest.approx(cross_entropy(out.logits, batch.targets, reduction="sum").item())
+    assert found.sums["targets"] == 5
+    assert int(found.sums["experts"]) == int(out.num_experts.sum())
+    assert int(found.sums["correct"]) == int((out.logits.argmax(-1) == batch.targets).sum())
+    torch.testing.assert_close(found.logits, out.logits)
+    assert not found.logits.requires_grad
+    assert not found.sums["loss"].requires_grad
+
+
+def test_draws_of_a_step_follow_from_its_seed_and_the_rows_numbers(batch):
+    objective = make(train_select="sample")
+    first, again, other = (objective(batch, seed, 5).logits for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    alone = objective.model(batch.inputs, generator=torch.Generator().manual_seed(3), rows=batch.rows)
+    assert torch.equal(first, alone.logits)
+    renumbered = objective(batch._replace(rows=batch.rows + 100), 3, 5).logits
+    assert not torch.equal(first, renumbered)
+
+
+def test_padding_is_left_out_of_a_step(batch):
+    mask = torch.tensor([True, True, False, True, False])
+    seen = []
+    objective = make()
+    objective.model.layer.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["mask"]), with_kwargs=True
+    )
+    for one in (batch, batch._replace(mask=mask)):
+        objective.predict(one, 0)
+    assert seen[0] is None
+    assert seen[1] is mask
+
+
+def test_the_price_of_experts_is_a_price_for_each_of_the_global_batch(batch):
+    free, charged = make(), make(config=TrainConfig(expert_cost=0.25))
+    charged.load_state_dict(free.state_dict())
+    runs = int(free.model(batch.inputs).num_experts.sum())
+    for num_global in (5, 8):
+        more = charged(batch, 0, num_global).loss - free(batch, 0, num_global).loss
+        assert more.item() == pytest.approx(0.25 * runs / num_global, rel=1e-4)
+
+
+def test_every_parameter_has_a_gradient_where_processes_wait_for_one_another(batch):
+    for world_size in (1, 2):
+        objective = make(world_size, model="top-k")
+        objective(batch._replace(inputs=batch.inputs[:1].expand(5, -1, -1, -1)), 0, 5).loss.backward()
+        missing = [name for name, one in objective.model.named_parameters() if one.grad is None]
+        assert world_size == 1 or not missing
+    # and the loss is twice one's own, gradients being averaged over two
+    one, two = make(1), make(2)
+    two.load_state_dict(one.state_dict())
+    assert two(batch, 0, 5).loss.item() == pytest.approx(2 * one(batch, 0, 5).loss.item(), rel=1e-6)
+
+
+def test_a_prediction_has_costs_and_prefixes_if_it_is_full_and_not_under_a_budget(batch):
+    objective = make().eval()
+    with torch.no_grad():
+        ((out, cost),) = objective.predict(batch, 0)
+        assert cost is None
+        full = objective.predict(batch, 0, True)
+        ((within, known),) = objective.predict(batch, 0, True, max_experts=1)
+        assert len(full) > 2
+        assert [int(each.num_experts.max()) for each, _ in full[:3]] == [0, 1, 2]
+        torch.testing.assert_close(full[-1][0].logits, out.logits)
+        torch.testing.assert_close(within.logits, full[1][0].logits)
+        expected = sample_cost(objective.model, batch.inputs, out)
+        assert torch.equal(full[-1][1].multiply_adds, expected.multiply_adds)
+        assert torch.equal(known.experts, full[1][1].experts)
+        ((_, fixed),) = make(model="top-k").eval().predict(batch, 0, True)
+        assert fixed is not None
+
+
+def test_predictions_draw_by_seed_and_row_where_they_are_asked_to(batch):
+    objective = make().eval()
+    for full in (False, True):
+        nodes = [objective.predict(batch, seed, full, select="sample")[-1][0].routes[0].nodes for seed in (1, 1, 2)]
+        assert torch.equal(nodes[0], nodes[1])
+        assert not torch.equal(nodes[0], nodes[2])
+        other = objective.predict(batch._replace(rows=batch.rows + 50), 1, full, select="sample")[-1][0].routes[0].nodes
+        assert not torch.equal(nodes[0], other)
+    assert seeded(5, batch.inputs).initial_seed() == 5
+
+
+def test_what_a_model_cannot_do_is_refused_but_an_empty_share_is_not(batch):
+    with pytest.raises(ValueError, match=r"anytime_loss=0.5: model 'mre' does not answer along a sequence"):
+        make(model="top-k", config=TrainConfig(anytime_loss=0.5))
+    priced = TrainConfig(expert_cost=0.5)
+    with pytest.raises(ValueError, match="cannot learn to use fewer experts"):
+        make(model="top-k", config=priced)(batch, 0, 5)
+    empty = Batch(batch.inputs[:0], batch.targets[:0], batch.rows[:0])
+    assert make(2, model="top-k", config=priced)(empty, 0, 5).loss.item() == 0  # another process has all of the batch
