@@ -9,7 +9,9 @@ from raytraced.cost import measure
 
 @pytest.mark.parametrize("was_training", [True, False])
 def test_measuring_is_done_in_evaluation_mode_and_leaves_the_mode_as_it_was(was_training):
-    model = build("mre", image_shape=(1, 6, 6), num_classes=3, dim=8, num_layers=3, num_experts=4, train_select="sample")
+    model = build(
+        "mre", image_shape=(1, 6, 6), num_classes=3, dim=8, num_layers=3, num_experts=4, train_select="sample"
+    )
     images = torch.rand(60, 1, 6, 6)
     with torch.no_grad():
         in_use = float(model.eval()(images).num_experts.double().mean())

@@ -103,7 +103,7 @@ def draw_traces(traces: list[Trace], routing: RoutingNetwork, path: Path) -> Non
     height = 0.5 + width * (9.4 + 1.6 * routing.num_layers) / (routing.num_experts + 0.8)
     with matplotlib.rc_context({"font.size": 9, "text.color": INK}):
         figure = Figure(figsize=(width * len(traces), height), facecolor="white", layout="constrained")
-        title = "Activation sequences: each image lights its own experts, one after the other (1, 2, 3 …); lines are firing rates"
+        title = "Activation sequences: each image lights its own experts, one after the other; lines are firing rates"
         figure.suptitle("\n".join(wrap(title, round(12 * width * len(traces)))), fontsize=10)
         panels = figure.subplots(1, len(traces), squeeze=False)[0]
         for axes, one in zip(panels, traces, strict=True):
