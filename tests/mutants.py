@@ -24,12 +24,12 @@ ROOT = Path(__file__).parents[1]
 WORK, SECONDS = ROOT / "build/mutants", 120  # a fault that keeps its tests busy for so long is noticed
 # The test files that check each module, those that notice most in little time first.
 CHECKED_BY = {
-    "routing": "test_routing test_recipes test_sequence",
+    "routing": "test_routing test_modes test_recipes test_sequence",
     "sequence": "test_sequence test_recipes test_layer",
     "grid": "test_sparse test_layer routers/test_dense",
     "layer": "test_tokens routers/test_routers routers/test_ada_k test_layer",
     "routers/raytraced": "test_recipes test_cost test_layer test_sequence",
-    "cost": "test_cost",
+    "cost": "test_modes test_cost",
     "training/evaluation": "training/test_evaluation",
     "training/objective": "training/test_objective training/test_options",
 }
@@ -86,6 +86,11 @@ def faults(tree: ast.AST, node: ast.AST, line: int = 0) -> Iterator[tuple[int, s
                     setattr(node, field, new)
                 if new is not child:
                     told = ast.unparse(new if isinstance(new, ast.expr | ast.stmt) else node).partition("\n")[0]
+                    if isinstance(new, ast.Call) and isinstance(child, ast.Call):
+                        dropped = [
+                            one for one in (*child.args, *child.keywords) if one not in (*new.args, *new.keywords)
+                        ]
+                        told = f"{ast.unparse(new.func)}(…) without {ast.unparse(dropped[0])}"
                     yield line, f"{field}: {told[:90]}", ast.unparse(ast.fix_missing_locations(tree))
             yield from faults(tree, child, line)
 

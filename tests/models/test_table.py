@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 import raytraced as rt
 from raytraced import Output, Route, build
 from raytraced.models.table import MODELS, complete_options, find_model
-from raytraced.training.optim import parameter_groups
+from raytraced.training.optim import routed_parameters
 
 # Design 2: input block 784→16 = 12,560, an expert 3·272 = 816, an output layer 170, a gate 16→8 = 136.
 BASE = 12_560 + 32 * 816 + 170
@@ -167,7 +167,7 @@ def known_options(name):
 def test_parameters_fall_into_groups(name):
     groups = {"routing": 0, "experts": 0, "rest": 0}
     model = build(name, image_shape=(1, 28, 28), num_classes=10)
-    home = parameter_groups(model)
+    home = routed_parameters(model)
     for parameter in model.parameters():
         groups[home.get(parameter, "rest")] += parameter.numel()
     if name.startswith("mlp"):

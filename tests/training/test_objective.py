@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from raytraced import build
@@ -82,8 +83,10 @@ def test_padding_is_left_out_of_a_step(batch):
     )
     for one in (batch, batch._replace(mask=mask)):
         objective.predict(one, 0)
-    assert seen[0] is None
-    assert seen[1] is mask
+        objective(one, 0, 5)
+    assert seen[:2] == [None, None]
+    assert seen[2] is mask
+    assert seen[3] is mask
 
 
 def test_the_price_of_experts_is_a_price_for_each_of_the_global_batch(batch):
@@ -96,12 +99,16 @@ def test_the_price_of_experts_is_a_price_for_each_of_the_global_batch(batch):
 
 
 def test_every_parameter_has_a_gradient_where_processes_wait_for_one_another(batch):
+    """Experts of one's own are parameters each, and one image leaves most of them out; alone, they keep no gradient."""
+    one_image = batch._replace(inputs=batch.inputs[:1].expand(5, -1, -1, -1))
     for world_size in (1, 2):
-        objective = make(world_size, model="top-k")
-        objective(batch._replace(inputs=batch.inputs[:1].expand(5, -1, -1, -1)), 0, 5).loss.backward()
+        objective = make(world_size, model="top-k", expert=lambda: nn.Linear(8, 8))
+        objective(one_image, 0, 5).loss.backward()
         missing = [name for name, one in objective.model.named_parameters() if one.grad is None]
-        assert world_size == 1 or not missing
-    # and the loss is twice one's own, gradients being averaged over two
+        assert bool(missing) == (world_size == 1)
+
+
+def test_the_loss_is_twice_ones_own_where_gradients_are_averaged_over_two(batch):
     one, two = make(1), make(2)
     two.load_state_dict(one.state_dict())
     assert two(batch, 0, 5).loss.item() == pytest.approx(2 * one(batch, 0, 5).loss.item(), rel=1e-6)
