@@ -1,5 +1,7 @@
 """The paper's recipe, entry by entry from the paper's text, and fair rivals: not copies of what the code says."""
 
+from typing import get_args
+
 import pytest
 import torch
 
@@ -8,7 +10,8 @@ from raytraced.draws import exponential, new_seed
 from raytraced.models.table import GRID, complete_options
 from raytraced.reproduce.plan import FULL, Planner
 from raytraced.reproduce.variants import EQUAL_LR, MRE_PAPER, PAPER_VARIANTS, compared_variants
-from raytraced.routers.raytraced import PAPER
+from raytraced.routers.raytraced import PAPER, Weighting
+from raytraced.sequence import GRADIENTS, WEIGHTINGS, Estimator
 from raytraced.training.config import preset_values
 from reference import mlp, rates_of_one, sequence_of_one
 
@@ -168,3 +171,11 @@ def test_the_recipes_sequence_needs_no_option_that_it_does_not_name():
     options = {name: PAPER[name] for name in ("estimator", "temperature")}
     found = activation_sequence(layer.router.routing, entry, select="sample", generator=generator(), **options)
     assert torch.equal(layer(rows, generator=generator()).route.nodes, found.nodes)
+
+
+def test_the_options_that_a_layer_names_are_those_that_its_tables_have():
+    assert set(get_args(Weighting)) == set(WEIGHTINGS)
+    assert set(get_args(Estimator)) == set(GRADIENTS)
+    for name, options in (("weighting", WEIGHTINGS), ("estimator", GRADIENTS), ("mask_gradient", ("all", "active"))):
+        for option in options:
+            assert build("mre", **IMAGES, **{name: option}).card.options[name] == option

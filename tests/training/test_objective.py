@@ -1,5 +1,7 @@
 """What a step minimises and tells, and where its draws come from, each against a second computation."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -106,6 +108,23 @@ def test_every_parameter_has_a_gradient_where_processes_wait_for_one_another(bat
         objective(one_image, 0, 5).loss.backward()
         missing = [name for name, one in objective.model.named_parameters() if one.grad is None]
         assert bool(missing) == (world_size == 1)
+
+
+def test_what_takes_part_without_running_adds_nothing_even_where_all_weights_are_zero(batch):
+    objective = make(2)
+    with torch.no_grad():
+        for parameter in objective.model.parameters():
+            parameter.zero_()
+    assert objective(batch, 0, 5).loss.item() == pytest.approx(2 * math.log(3))
+
+
+def test_padding_costs_nothing(batch):
+    mask = torch.tensor([True, True, False, True, False])
+    with torch.no_grad():
+        answers = make().eval().predict(batch._replace(mask=mask), 0, True)
+    for _, cost in answers:
+        assert (cost.multiply_adds > 0).tolist() == mask.tolist()
+        assert (cost.parameters > 0).tolist() == mask.tolist()
 
 
 def test_the_loss_is_twice_ones_own_where_gradients_are_averaged_over_two(batch):
