@@ -1,6 +1,7 @@
 # Each target sets up what it needs; a second run repeats no set-up.
 PY := .venv/bin/python
 BIN := .venv/bin
+CORE := $(addprefix tests/,test_routing.py test_sequence.py test_layer.py test_tokens.py test_sparse.py models/test_classifier.py)
 
 .PHONY: demo test lint test-slow test-data test-mutants bench reproduce clean
 
@@ -10,7 +11,7 @@ demo: .venv/installed
 test: .venv/ready lint
 	$(PY) -m pytest -n 2
 	@echo "the core again without the compiled operations: the plain path is the definition"
-	RAYTRACED_OPERATIONS=plain $(PY) -m pytest -n 2 tests/test_*.py tests/models
+	RAYTRACED_OPERATIONS=plain $(PY) -m pytest -n 2 $(CORE)
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -28,7 +28,7 @@ CHECKED_BY = {
     "sequence": "test_sequence test_recipes test_layer",
     "grid": "test_sparse test_layer routers/test_dense",
     "layer": "test_tokens routers/test_routers routers/test_ada_k test_layer",
-    "routers/raytraced": "test_recipes test_cost test_layer test_sequence",
+    "routers/raytraced": "test_recipes routers/test_raytraced_options test_cost test_layer",
     "cost": "test_modes test_cost",
     "training/evaluation": "training/test_evaluation",
     "training/objective": "training/test_objective training/test_options",
@@ -100,6 +100,7 @@ def start_tests(place: Path, files: list[str]) -> int:
     if pid := os.fork():
         return pid
     try:
+        os.setsid()  # a signal to a group stays among the tests
         signal.alarm(SECONDS)
         os.chdir(place)
         sys.path[0] = os.environ["PYTHONPATH"] = str(place / "src")

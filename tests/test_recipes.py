@@ -1,5 +1,6 @@
 """The paper's recipe, entry by entry from the paper's text, and fair rivals: not copies of what the code says."""
 
+import inspect
 from typing import get_args
 
 import pytest
@@ -179,3 +180,10 @@ def test_the_options_that_a_layer_names_are_those_that_its_tables_have():
     for name, options in (("weighting", WEIGHTINGS), ("estimator", GRADIENTS), ("mask_gradient", ("all", "active"))):
         for option in options:
             assert build("mre", **IMAGES, **{name: option}).card.options[name] == option
+
+
+def test_a_sequence_by_itself_is_drawn_with_the_defaults_of_the_layer():
+    ours, layers = (inspect.signature(one).parameters for one in (activation_sequence, RaytracedExperts))
+    for name in ("estimator", "temperature", "stop"):
+        assert ours[name].default == layers[name].default
+    assert layers["temperature"].default == PAPER["temperature"]

@@ -1,5 +1,7 @@
 """The layer inside what PyTorch does to modules: compiled, exported, mapped, differentiated, checkpointed, without values."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,8 @@ from raytraced.routers.chain import ChainOfExperts
 from raytraced.routers.threshold import Threshold
 from raytraced.routers.top_any import TopAny
 from raytraced.routers.top_k import TopK
+
+LIBRARY_IS_CHOSEN = operations.available() and not os.environ.get("RAYTRACED_OPERATIONS")
 
 # What PyTorch says of itself: torch.jit.trace is old, forward derivatives are made by torch.jit.script.
 pytestmark = [
@@ -187,7 +191,7 @@ def test_second_derivatives_come_from_the_plain_path(name, experts):
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
-@pytest.mark.skipif(not operations.available(), reason="no library")
+@pytest.mark.skipif(not LIBRARY_IS_CHOSEN, reason="the compiled operations are not there, or turned off")
 @pytest.mark.parametrize(("name", "experts"), [("raytraced", "mlp"), ("raytraced", "own"), ("top-k", "mlp")])
 def test_compiled_operations_refuse_second_derivatives_rather_than_take_them_for_zero(name, experts):
     layer, x = make(name, experts), vectors(3)
@@ -203,7 +207,7 @@ def test_compiled_operations_refuse_second_derivatives_rather_than_take_them_for
     assert torch.equal(kept.detach(), first)
 
 
-@pytest.mark.skipif(not operations.available(), reason="no library")
+@pytest.mark.skipif(not LIBRARY_IS_CHOSEN, reason="the compiled operations are not there, or turned off")
 @pytest.mark.parametrize("name", ["raytraced", "top-k"])
 def test_parameters_whose_gradients_have_a_place_of_their_own_refuse_second_derivatives_too(name, monkeypatch):
     monkeypatch.setattr(cpp_gradients, "_HUGE_BYTES", 0)
