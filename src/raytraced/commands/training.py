@@ -50,8 +50,9 @@ def resume(
     folder = open_run(run, output)
     if (process := folder.writer()) is not None:
         raise ValueError(f"{folder.path}: is being trained by process {process}; wait for it, or stop it")
+    complete = f"{folder.path} is complete; raytraced evaluate {folder.path} tells its figures, --epochs goes on"
     if folder.read_summary() is not None and epochs is None:
-        print(f"{folder.path} is complete; raytraced evaluate {folder.path} tells its figures, --epochs goes on")
+        print(complete)
         return 0
     from raytraced.tasks.table import whole_path
     from raytraced.training.continuing import continue_with, started_config
@@ -63,6 +64,9 @@ def resume(
     given: dict[str, Any] = {"epochs": epochs, "lr": lr, "lr_routing": lr_routing, "lr_experts": lr_experts}
     given |= {"data": None if data is None else whole_path(data)}
     changes = {name: value for name, value in given.items() if value is not None and value != getattr(config, name)}
+    if folder.read_summary() is not None and "epochs" not in changes:
+        print(complete)
+        return 0
     if changes:
         config = continue_with(folder, config, changes)
     config = replace(config, quiet=quiet, device=device or config.device, threads=threads or config.threads)
