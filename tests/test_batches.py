@@ -80,7 +80,7 @@ def test_what_experts_make_of_a_row_is_its_own(stream, hidden_width, path):
 @pytest.mark.parametrize("weighting", ["unit", "rates-to-one", "rates"])
 def test_one_call_for_few_rows_gives_what_steps_give_for_many(stream, weighting, path):
     layer, hidden = RaytracedExperts(6, 3, 4, reach=0.0), torch.randn(NUM, 6)
-    entry = torch.randn(NUM, 4).softmax(-1)
+    gate = layer.router.gate["weight"], layer.router.gate["bias"]
     options = {"weighting": weighting, "stream": stream, "stop": "drawn", "estimator": "reinmax", "temperature": 1.0}
     seed = new_seed(None, torch.device("cpu"))
 
@@ -89,7 +89,7 @@ def test_one_call_for_few_rows_gives_what_steps_give_for_many(stream, weighting,
             layer.router.routing,
             layer.experts,
             hidden[rows],
-            entry[rows],
+            gate,
             num_steps=12,
             seed=seed,
             rows_B=rows,
@@ -99,7 +99,7 @@ def test_one_call_for_few_rows_gives_what_steps_give_for_many(stream, weighting,
 
     whole = run(torch.arange(NUM))
     for rows in parts():
-        assert_rows(run(rows), whole, rows, path)
+        assert_rows(run(rows), whole, rows, 1e-5)  # the entry gate is in the call for few, and PyTorch's for many
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ def small_options(name):
         return {"dim": 6, "num_blocks": 3}
     if name.startswith(("mlp", "multi")):
         return {"dim": 6, "num_layers": 3} | ({"confidence": 0.45} if name == "multi-exit" else {})
-    return grid | ({"num_rounds": 3} if name == "chain" else {})
+    return grid | {"chain": {"num_rounds": 3}, "mre": {"sight_rank": 0}}.get(name, {})
 
 
 def make(name, image_shape=(1, 4, 4), **options):
@@ -108,11 +108,11 @@ def lazy_sequence(routing, entry, num_steps):
 
 
 def test_the_gates_charged_for_are_enough_to_find_the_sequence():
-    model = make("mre", dim=6, num_layers=3, num_experts=4).double().eval()
+    model = make("mre", dim=6, num_layers=3, num_experts=4, sight_rank=0).double().eval()
     images = torch.randn(12, 1, 4, 4, dtype=torch.float64)
     with torch.no_grad():
         (route,) = model(images).routes
-        entries = model.layer.router.gate(model.input_block(images)).softmax(-1)
+        entries = model.layer.router.entry(model.input_block(images))
     work, _ = gates_alone(model, route)
     for b, entry in enumerate(entries):
         nodes, spent = lazy_sequence(model.layer.router.routing, entry, 12)
@@ -121,8 +121,19 @@ def test_the_gates_charged_for_are_enough_to_find_the_sequence():
     assert len(work.unique()) > 2
 
 
+def test_gates_that_see_are_charged_for_what_they_see():
+    blind, seeing = (RaytracedExperts(5, 3, 2, sight_rank=rank) for rank in (0, 7))
+    nodes = torch.tensor([[0, 2, 1, 4, -1, -1], [1, -1, -1, -1, -1, -1]])
+    less, more = (layer.router.work(Route(None, nodes, None, None)) for layer in (blind, seeing))
+    # 5·7 once, then 7 for each of the 3 outlets of an active gate: 3 and 1 of them, the last layer has none
+    for a, b in zip(less, more, strict=True):
+        assert (b - a).tolist() == [35 + 3 * 21, 35 + 1 * 21]
+
+
 def test_a_new_node_is_charged_for_its_gate_and_those_below_it():
-    layer = RaytracedExperts(5, 3, 2)  # a gate costs 3 in the first layer, 6 in the second, nothing in the third
+    layer = RaytracedExperts(
+        5, 3, 2, sight_rank=0
+    )  # a gate costs 3 in the first layer, 6 in the second, nothing in the third
     nodes = torch.tensor([[0, 2, 1, 4, -1, -1], [1, -1, -1, -1, -1, -1]])
     work, entry = layer.router.work(Route(None, nodes, None, None)), 5 * 2
     # node 0: 3; node 2, below: 6; node 1, above node 2: 3 + 6; node 4, in the last layer: 0
@@ -164,7 +175,7 @@ def test_an_expert_that_runs_in_two_rounds_is_used_once():
 
 
 def test_parameters_of_a_raytraced_model_are_those_of_its_active_nodes():
-    model = make("mre", dim=6, num_layers=3, num_experts=4).eval()
+    model = make("mre", dim=6, num_layers=3, num_experts=4, sight_rank=0).eval()
     images = torch.randn(20, 1, 4, 4)
     out = model(images)
     for b, count in enumerate(sample_cost(model, images, out).parameters.tolist()):

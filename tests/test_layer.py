@@ -21,7 +21,7 @@ def orders(nodes):
 
 def make(**options):
     torch.manual_seed(14)  # its greedy sequences reach the last layer, and leave experts of every layer out
-    return RaytracedExperts(5, 3, 3, **options).double()
+    return RaytracedExperts(5, 3, 3, **{"estimator": "reinmax", "reach": 10.0, "sight_rank": 0} | options).double()
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_weights_of_a_layer_sum_to_one_or_to_the_number_active():
     hidden = torch.randn(20, 3)
     for weighting, factor in (("unit", "count"), ("rates", "count"), ("rates-to-one", "layers")):
         torch.manual_seed(0)
-        layer = RaytracedExperts(3, 3, 4, expert=Constant, weighting=weighting).eval()
+        layer = RaytracedExperts(3, 3, 4, expert=Constant, weighting=weighting, estimator="reinmax").eval()
         out = layer(hidden)
         count = out.route.active.sum((1, 2)) if factor == "count" else (out.route.active.sum(-1) > 0).sum(-1)
         expected = hidden + count[:, None] * torch.tensor([1.0, -2.0, 3.0])
@@ -154,7 +154,7 @@ def test_a_batch_of_one_equals_its_row_and_a_permuted_batch_its_permutation():
 def test_deepcopy_state_dict_and_functional_call_give_the_same_output():
     layer, hidden = make().eval(), torch.randn(6, 5, dtype=torch.float64)
     expected = layer(hidden).hidden
-    other = RaytracedExperts(5, 3, 3).double().eval()
+    other = RaytracedExperts(5, 3, 3, sight_rank=0).double().eval()
     assert not torch.equal(other(hidden).hidden, expected)
     called = torch.func.functional_call(other, dict(layer.state_dict()), (hidden,))
     assert torch.equal(called.hidden, expected)
@@ -220,6 +220,7 @@ def test_a_compiled_layer_gives_the_same_values_and_gradients():
     [
         (lambda: RaytracedExperts(0, 2, 2), "dim=0: must be at least 1"),
         (lambda: RaytracedExperts(4, 0, 2), "num_layers=0: must be at least 1"),
+        (lambda: RaytracedExperts(4, 2, 0), "num_experts=0: must be at least 1"),
         (lambda: RaytracedExperts(4, 2, 2, stream="none"), "stream='none': must be one of residual, skip-sum, last"),
         (lambda: RaytracedExperts(4, 2, 2, weighting="x"), "weighting='x': must be one of unit, rates-to-one, rates"),
         (lambda: RaytracedExperts(4, 2, 2, mask_gradient="x"), "mask_gradient='x': must be one of all, active"),
@@ -229,6 +230,8 @@ def test_a_compiled_layer_gives_the_same_values_and_gradients():
         (lambda: RaytracedExperts(4, 2, 2)(torch.ones(3, 5)), r"hidden has shape \(3, 5\): the last axis must be dim=4"),
         (lambda: RaytracedExperts(4, 2, 2)(torch.ones(3, 4).double()), "hidden is torch.float64: must be torch.float32"),
         (lambda: RaytracedExperts(4, 2, 2)(torch.ones(3, 4), max_experts=-1), "max_experts=-1: must be at least 0"),
+        (torch.no_grad()(lambda: RaytracedExperts(4, 2, 2)(torch.ones(3, 4), max_experts=-1)), "max_experts=-1: must be"),
+        (torch.no_grad()(lambda: RaytracedExperts(4, 2, 2)(torch.ones(3, 4), select="best")), "select='best': must be one"),
         (lambda: RaytracedExperts(4, 2, 2, expert=lambda: nn.Linear(4, 3))(torch.ones(3, 4)), r"must keep the shape"),
     ],
 )  # fmt: skip

@@ -68,13 +68,25 @@ def test_parameter_counts_are_those_of_table_2(name, image_shape, total, input_b
     def count(module):
         return sum(p.numel() for p in module.parameters())
 
-    model = build(name, image_shape=image_shape, num_classes=10)
+    model = build(name, image_shape=image_shape, num_classes=10, sight_rank=0)
     assert count(model) == total
     assert count(model.input_block) == input_block
     assert count(model.layer.router.gate) == 136
     assert count(model.layer.router.routing) == 8 * 9 * 1 + 2 * 8 * 9 * 8 == 1_224
     assert count(model.layer.experts) == 32 * 816
     assert count(model.head) == 170
+
+
+def test_uniform_gates_start_as_linear_layers_do_times_the_scale():
+    """nn.Linear draws evenly within ±1/√inputs: 1 input in the first layer, N below."""
+    for scaled, scale in ((True, 17), (False, 1)):
+        routing = RoutingNetwork(40, 16, gate_init="uniform", scale_init=scaled)
+        for weight, inputs in ((routing.gate_first, 1), (routing.gate_inner, 16)):
+            bound = (scale / inputs) ** 0.5
+            assert 0.98 * bound < weight.abs().max().item() <= bound
+            assert weight.var().item() == pytest.approx(bound**2 / 3, rel=0.25 if inputs == 1 else 0.018)
+    with pytest.raises(ValueError, match="gate_init='x': must be one of normal, uniform"):
+        RoutingNetwork(2, 2, gate_init="x")
 
 
 def test_initial_weights_have_variance_n_plus_one_and_unit_without_scaling():

@@ -1,5 +1,6 @@
 import itertools
 from collections import Counter
+from typing import get_args
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from raytraced import RoutingNetwork, activation_sequence, rays
 from raytraced.draws import exponential, new_seed
+from raytraced.sequence import GRADIENTS, WEIGHTINGS, Estimator, Select, Stop
 from reference import all_paths, greedy_of_one, rates_of_one, sequence_of_one
 
 ESTIMATORS = ("reinmax", "gumbel", "straight-through")
@@ -177,6 +179,13 @@ def test_sampling_by_dominance_stops_just_when_the_output_exceeds_every_candidat
             assert (output > max(rivals, default=0)) == (count == len(nodes))
 
 
+@pytest.mark.parametrize("select", SELECTS)
+def test_an_output_that_only_equals_a_candidate_does_not_dominate_it(select):
+    # One of two equal nodes is active: what it absorbed goes to the output, which then has just the rate of the other.
+    found = activation_sequence(RoutingNetwork(1, 2), torch.tensor([[0.5, 0.5]]), select=select, stop="dominant")
+    assert sorted(orders(found.nodes)[0]) == [0, 1]
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_same_generator_state_same_result_and_the_next_call_differs(estimator):
     routing, entry, g = RoutingNetwork(4, 8), entries(64, 8), generator()
@@ -210,6 +219,7 @@ def test_a_budget_cuts_the_same_sequence_short():
     for budget in (0, 1, 5, 32, 99):
         cut = activation_sequence(routing, entry, max_experts=budget, generator=generator())
         assert torch.equal(cut.nodes, whole.nodes[:, :budget])
+        assert cut.nodes.dtype == torch.int64
         assert torch.equal(cut.num_active, whole.num_active.clamp(max=budget))
 
 
@@ -247,9 +257,25 @@ def test_the_smallest_grids_and_an_empty_batch_work(num_layers, num_experts, bat
     assert entry.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_the_mask_of_an_empty_layer_gets_the_gradient_of_its_first_expert(weighting):
+    active, rates = torch.zeros(2, 3, 4, requires_grad=True), torch.rand(2, 3, 4)
+    weights = WEIGHTINGS[weighting](active, rates)
+    assert (weights == 0).all()
+    (grad,) = torch.autograd.grad(weights.sum(), active)
+    assert (grad == 1).all()  # alone in its layer an expert has the weight 1, whatever its rate
+
+
 def test_half_precision_entries_give_rates_in_float32():
     found = activation_sequence(RoutingNetwork(3, 4), entries(8, 4).half(), select="greedy")
     assert found.rates.nodes.dtype == found.active.dtype == torch.float32
+
+
+def test_types_name_the_words_that_are_taken():
+    assert get_args(Select) == SELECTS
+    assert get_args(Stop) == STOPS
+    assert set(get_args(Estimator)) == {*GRADIENTS, "none"}
+    assert set(GRADIENTS) == set(ESTIMATORS)
 
 
 @pytest.mark.parametrize(
@@ -257,9 +283,10 @@ def test_half_precision_entries_give_rates_in_float32():
     [
         ({"select": "best"}, "select='best': must be one of sample, greedy"),
         ({"stop": "never"}, "stop='never': must be one of drawn, dominant"),
-        ({"estimator": "reinforce"}, "estimator='reinforce': must be one of straight-through, reinmax, gumbel"),
+        ({"estimator": "reinforce"}, "estimator='reinforce': must be one of reinmax, gumbel, straight-through, none"),
         ({"temperature": -1.0}, "temperature=-1.0: must be positive and finite"),
         ({"temperature": 0.0}, "temperature=0.0: must be positive and finite"),
+        ({"temperature": float("inf")}, "temperature=inf: must be positive and finite"),
         ({"temperature": float("nan")}, "temperature=nan: must be positive and finite"),
         ({"max_experts": -1}, "max_experts=-1: must be at least 0, or None"),
         ({"rows": torch.arange(4)}, r"rows has shape \(4,\): must be \(3,\)"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import distributed, nn
 
 import raytraced as rt
 from raytraced import operations
@@ -73,6 +73,21 @@ def test_the_plain_sparse_path_equals_dense_at_any_size(batch, L, N, share):
     assert_close(sparse, outcome(experts, "residual", "dense", share, batch))
 
 
+@pytest.mark.parametrize("share", [0.0, 0.03])
+@pytest.mark.parametrize("kind", ["mlp", "own"])
+def test_among_processes_an_expert_without_rows_has_a_gradient_of_zeros(kind, share):
+    experts = make_experts(kind)
+    alone = outcome(experts, "residual", "sparse", share)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        among = outcome(experts, "residual", "sparse", share)
+    finally:
+        distributed.destroy_process_group()
+    assert any(gradient is None for gradient in alone[3:]) or (kind == "mlp" and share)  # a stack has one for all
+    assert all(gradient is not None for gradient in among[3:])
+    assert_close(among, alone)
+
+
 @pytest.mark.parametrize(
     ("kind", "way"), [("mlp", "sparse"), pytest.param("mlp", "cpp", marks=needs_library), ("own", "sparse")]
 )
@@ -116,6 +131,29 @@ def test_a_grid_says_what_an_expert_takes():
 
 def test_hidden_and_num_hidden_shape_the_experts():
     assert rt.RaytracedExperts(4, 2, 3, hidden=10, num_hidden=1).experts.widths == (4, 10, 4)
+    assert MLPExperts(2, 3, 4).widths == (4, 4, 4, 4)
+
+
+def test_an_experts_parameters_are_drawn_as_those_of_a_linear_layer():
+    experts = MLPExperts(4, 8, 16, 64, 2)
+    for weight, bias in zip(experts.weights, experts.biases, strict=True):
+        bound = weight.shape[-1] ** -0.5
+        for values in (weight, bias):  # 512 or more: none within 5 % of a bound has the probability 0.975^512 = 2e-6
+            assert -bound <= values.min() < -0.95 * bound
+            assert 0.95 * bound < values.max() <= bound
+
+
+def test_linear_layers_of_an_expert_may_share_their_parameters():
+    experts, hidden_BD = MLPExperts(2, 3, 4, 4, 3).double(), torch.randn(5, 4).double()
+    experts.weights[2], experts.biases[2] = experts.weights[1], experts.biases[1]
+    for layer in range(2):
+        torch.testing.assert_close(experts.unstacked().run_layer(layer, hidden_BD), experts.run_layer(layer, hidden_BD))
+
+
+@pytest.mark.parametrize("name", ["dim", "hidden", "num_hidden"])
+def test_an_expert_without_width_or_layers_is_refused(name):
+    with pytest.raises(ValueError, match=f"^{name}=0: must be at least 1$"):
+        MLPExperts(2, 3, **{"dim": 4, "hidden": 5, "num_hidden": 1, name: 0})
 
 
 def test_an_expert_that_is_a_module_and_no_factory_is_refused():
@@ -133,7 +171,7 @@ def test_options_of_the_default_experts_do_not_go_with_ones_own():
 @pytest.mark.parametrize("select", ["greedy", "sample"])
 @pytest.mark.parametrize(("batch", "hidden"), [(3, 8), (70, 8), (20, 200)])
 def test_an_extended_prefix_is_the_model_with_that_budget_bit_for_bit(weighting, stream, select, batch, hidden):
-    options = {"dim": 8, "num_layers": 3, "num_experts": 4, "hidden": hidden}
+    options = {"dim": 8, "num_layers": 3, "num_experts": 4, "hidden": hidden, "estimator": "reinmax"}
     model = rt.build("mre", image_shape=(1, 4, 4), num_classes=5, weighting=weighting, stream=stream, **options).eval()
     images, seed = torch.rand(batch, 1, 4, 4), lambda: torch.Generator().manual_seed(4)
     with torch.no_grad():

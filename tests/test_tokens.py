@@ -195,6 +195,18 @@ def test_what_does_not_fit_the_vectors_is_refused_in_one_line(name, case):
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_plain_batch_takes_a_mask_and_numbers_as_any_other_shape(name):
+    hidden, mask, rows = torch.randn(5, 6).double(), torch.tensor([1, 0, 1, 1, 0]).bool(), torch.arange(40, 45)
+    out = make(name)(hidden, generator=seeded(), rows=rows, mask=mask)
+    text = make(name)(hidden[None], generator=seeded(), rows=rows[None], mask=mask[None])
+    assert torch.equal(out.update, text.update[0])
+    for field, value in fields(out).items():
+        assert torch.equal(value, fields(text)[field][0]), field
+    with pytest.raises(ValueError, match=r"rows has shape \(4,\): must be \(5,\)"):
+        make(name)(hidden, rows=rows[:4])
+
+
 @pytest.mark.parametrize("name", ["mre", "top-k", "ada-k", "dense"])
 def test_a_seed_for_a_generator_is_refused_by_models_and_functions_too(name):
     model = build(name, image_shape=(1, 4, 4), num_classes=3)
@@ -221,9 +233,10 @@ def test_a_module_where_a_factory_is_needed_is_told_with_the_remedy(make_layer):
     assert make_layer(expert=lambda: nn.Linear(32, 32))
 
 
+@pytest.mark.parametrize("shape", [(4, 5, 6), (20, 6)])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_block_that_returns_the_update_alone_stands_where_an_mlp_stood(name):
-    layer, x = make(name).eval(), torch.randn(4, 5, 6, dtype=torch.float64)
+def test_a_block_that_returns_the_update_alone_stands_where_an_mlp_stood(name, shape):
+    layer, x = make(name).eval(), torch.randn(shape, dtype=torch.float64)
     block = HiddenOnly(layer, update=True)
     torch.testing.assert_close(x + block(x), layer(x).hidden, rtol=0, atol=1e-14)
     assert torch.equal(block(x), layer(x).update)
@@ -232,9 +245,10 @@ def test_a_block_that_returns_the_update_alone_stands_where_an_mlp_stood(name):
     torch.testing.assert_close(x + block(norm(x)), x - norm(x) + layer(norm(x)).hidden, rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("shape", [(4, 5, 6), (20, 6)])
 @pytest.mark.parametrize("stream", ["skip-sum", "last"])
-def test_streams_without_a_residual_are_their_own_update(stream):
-    out = make("raytraced", stream=stream)(torch.randn(4, 5, 6, dtype=torch.float64))
+def test_streams_without_a_residual_are_their_own_update(stream, shape):
+    out = make("raytraced", stream=stream)(torch.randn(shape, dtype=torch.float64))
     assert torch.equal(out.update, out.hidden)
 
 

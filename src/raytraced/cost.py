@@ -54,7 +54,7 @@ def sample_cost(model: Model, inputs: Tensor, out: Output, mask: Tensor | None =
     work = model.work(inputs, out)
     parameters = sum((part.parameters * real for part in work.values()), torch.zeros_like(real))
     parts = (work[name].multiply_adds * real for name in ("input", "routing", "experts", "head"))
-    return SampleCost(out.num_experts, parameters, *parts)
+    return SampleCost(out.num_runs, parameters, *parts)
 
 
 @torch.no_grad()

@@ -1,7 +1,9 @@
 """Files that a crash cannot spoil: written whole under a temporary name, flushed, then renamed."""
 
 import os
+import sys
 from pathlib import Path
+from typing import IO
 
 
 def write_file(path: Path, content: bytes | str) -> None:
@@ -29,6 +31,14 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock_file(file: IO[str], *, shared: bool = False, wait: bool = False) -> None:
+    """Lock an open file until it is closed, or raise BlockingIOError; Windows has no such lock, so nothing is held there."""
+    if sys.platform != "win32":
+        import fcntl
+
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -190,18 +190,22 @@ def update_sparse(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tenso
     return update_BD
 
 
-def run_stream(stream: Stream, num_layers: int, hidden_BD: Tensor, update: Callable[[int, Tensor], Tensor]) -> Tensor:
+def run_stream(
+    stream: Stream, num_layers: int, hidden_BD: Tensor, update: Callable[[int, Tensor], Tensor], looks: bool = False
+) -> Tensor:
     """Pass hidden vectors down the layers, where update(layer, hidden) is the sum of a layer's experts.
 
     residual: h_ℓ = h_{ℓ−1} + update, the answer is h_L. skip-sum: h_ℓ = update, the answer is Σ h_ℓ, as the routing's skip
     connections. last: h_ℓ = update, the answer is h_L, as the paper's equation is written.
+    `looks`: what the answer would be after each layer (L, B, D).
     """
-    total_BD = torch.zeros_like(hidden_BD)
+    total_BD, answers = torch.zeros_like(hidden_BD), []
     for layer in range(num_layers):
         update_BD = update(layer, hidden_BD)
         hidden_BD = hidden_BD + update_BD if stream == "residual" else update_BD
         total_BD = total_BD + update_BD
-    return total_BD if stream == "skip-sum" else hidden_BD
+        answers.append(total_BD if stream == "skip-sum" else hidden_BD)
+    return torch.stack(answers) if looks else answers[-1]
 
 
 def run_dense(
@@ -210,22 +214,29 @@ def run_dense(
     active_BLN: Tensor,
     weights_BLN: Tensor,
     stream: Stream,
+    looks: bool = False,
     needs_inactive: bool = False,
 ) -> Tensor:
     """All experts on all rows, each weighted; inactive ones get a gradient for their mask only where that is needed."""
     if not needs_inactive:
         weights_BLN = weights_BLN * active_BLN.detach()  # as where they do not run
-    return run_stream(
-        stream, experts.num_layers, hidden_BD, lambda l, h_BD: update_dense(experts, l, h_BD, weights_BLN[:, l])
-    )
+
+    def update(layer: int, hidden_BD: Tensor) -> Tensor:
+        return update_dense(experts, layer, hidden_BD, weights_BLN[:, layer])
+
+    return run_stream(stream, experts.num_layers, hidden_BD, update, looks)
 
 
-def run_sparse(experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream) -> Tensor:
+def run_sparse(
+    experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream, looks: bool = False
+) -> Tensor:
     """Each expert on its own rows only."""
     plan, apart = Plan.of(active_BLN), experts.unstacked()
-    return run_stream(
-        stream, experts.num_layers, hidden_BD, lambda l, h_BD: update_sparse(apart, l, h_BD, weights_BLN[:, l], plan)
-    )
+
+    def update(layer: int, hidden_BD: Tensor) -> Tensor:
+        return update_sparse(apart, layer, hidden_BD, weights_BLN[:, layer], plan)
+
+    return run_stream(stream, experts.num_layers, hidden_BD, update, looks)
 
 
 def run_layer_dense(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 Axes: B batch (any leading shape, flattened), L layers, S steps (layers, times the rounds of each), N experts a layer, D width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any, NamedTuple, get_args
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ class LayerOutput(NamedTuple):
     loss: Tensor | None = None  # the router's own, weighted
     judge: Callable[[Tensor], Tensor] | None = None  # the loss of each row (B,) -> a loss for what was decided
     given: Tensor | None = None  # what a residual stream started from
+    looks: Tensor | None = None  # (S, ..., D), the vectors as they would be after each step, if asked for
 
     @property
     def update(self) -> Tensor:
@@ -57,11 +58,26 @@ class Call(NamedTuple):
     max_experts: int | None = None
     generator: torch.Generator | None = None
     rows: Tensor | None = None  # (B,), None for 0 … B − 1
+    looks: bool = False
 
     @property
     def is_default(self) -> bool:
         """Whether nothing is asked that only some routers can do."""
         return self.select in (None, "greedy") and self.max_experts is None
+
+
+T = TypeVar("T")
+
+
+class Look(NamedTuple, Generic[T]):
+    """What there is so far, of the rows that still go on."""
+
+    out: T
+    ended: Tensor  # (n,), True where it would stay the same however long one went on
+
+
+# Sent, after each look, the rows (n,) of it that go on, None for all.
+Looks = Generator[Look[T], Tensor | None, None]
 
 
 class Draws:
@@ -118,10 +134,17 @@ class Router(nn.Module):
         logits_BN: Tensor = self.gates[step](hidden_BD)
         return logits_BN.to(torch.promote_types(logits_BN.dtype, torch.float32))
 
-    def work(self, route: Route) -> Work:
-        """What it takes to decide for one sample; here the same whatever is chosen."""
-        weights = sum(gate.weight.numel() for gate in self.gates if isinstance(gate, nn.Linear))
-        return Work(weights, sum(parameter.numel() for parameter in self.gates.parameters()))
+    def step_work(self) -> Work:
+        """What it takes to decide one step; the same for all, whatever is chosen."""
+        if not len(self.gates):
+            return Work(0, 0)
+        weight, *rest = self.gates[0].parameters()
+        return Work(weight.numel(), weight.numel() + sum(parameter.numel() for parameter in rest))
+
+    def work(self, route: Route, num_steps: Tensor | None = None) -> Work:
+        """What it took to decide for each sample: all steps, or the first `num_steps` (B,)."""
+        steps = self.num_layers * self.num_rounds if num_steps is None else num_steps
+        return Work(*(part * steps for part in self.step_work()))
 
 
 class RoutedLayer(nn.Module):
@@ -145,20 +168,22 @@ class RoutedLayer(nn.Module):
         generator: torch.Generator | None = None,
         rows: Tensor | None = None,
         mask: Tensor | None = None,
+        looks: bool = False,
     ) -> LayerOutput:
         """Decide who runs and run it; vectors whose mask (...) is False pass by: no routing, no load, no cost.
 
         What a vector draws follows from the generator's seed and its number in `rows` (...) alone (default: 0, 1, 2, …).
         `select` is how raytraced layers choose: "sample" or "greedy"; they run at most `max_experts` experts a vector.
+        `looks` asks for the vectors after each layer too.
         """
-        call = Call(select, max_experts, generator, rows)
+        call = Call(select, max_experts, generator, rows, looks)
         if (
             hidden.ndim == 2 and mask is None and rows is None
         ):  # nothing to put in place: one image waits for every call
             self.check(hidden)
             check_generator(generator)
-            out, route, loss, judge, _ = self.run(hidden, call)
-            return LayerOutput(out, route, loss, judge, hidden if self.stream == "residual" else None)
+            out, route, loss, judge, _, seen = self.run(hidden, call)
+            return LayerOutput(out, route, loss, judge, hidden if self.stream == "residual" else None, seen)
         hidden_BD, call, put_back = self.as_rows(hidden, call, mask)
         return put_back(self.run(hidden_BD, call))
 
@@ -180,7 +205,9 @@ class RoutedLayer(nn.Module):
         def put_back(out: LayerOutput) -> LayerOutput:
             if kept_n is not None:
                 out = _spread(out, kept_n, hidden_BD, self.stream)
-            return out._replace(hidden=out.hidden.view(hidden.shape), route=_shaped(out.route, shape), given=given)
+            seen = None if out.looks is None else out.looks.view(-1, *hidden.shape)
+            route = _shaped(out.route, shape)
+            return out._replace(hidden=out.hidden.view(hidden.shape), route=route, given=given, looks=seen)
 
         return hidden_BD if kept_n is None else hidden_BD[kept_n], call._replace(rows=rows_B), put_back
 
@@ -188,8 +215,8 @@ class RoutedLayer(nn.Module):
         """Rows (B, D) through the grid: all at once where the router has a plan, else layer by layer."""
         plan = self.router.plan(hidden_BD, call)
         if plan is not None:
-            hidden_BD = operations.experts(self.experts, hidden_BD, plan.active, plan.weights, self.stream)
-            return LayerOutput(hidden_BD, plan.route or _unordered(plan.active), plan.loss)
+            answer = operations.experts(self.experts, hidden_BD, plan.active, plan.weights, self.stream, call.looks)
+            return looked(answer, call, plan.route or _unordered(plan.active), plan.loss)
         draws, choices, apart = Draws(call, hidden_BD), [], operations.unstacked(self.experts, hidden_BD)
 
         def update(step: int, stream_BD: Tensor) -> Tensor:
@@ -198,23 +225,68 @@ class RoutedLayer(nn.Module):
             layer = step // self.router.num_rounds
             return operations.experts_layer(apart, layer, stream_BD, choice.weights, choice.active)
 
-        hidden_BD = run_stream(self.stream, self.router.num_layers * self.router.num_rounds, hidden_BD, update)
+        num_steps = self.router.num_layers * self.router.num_rounds
+        answer = run_stream(self.stream, num_steps, hidden_BD, update, call.looks)
         route = _unordered(torch.stack([choice.active for choice in choices], 1))
         losses = [choice.loss for choice in choices if choice.loss is not None]
         decisions = [choice.decision for choice in choices if choice.decision is not None]
         judge = partial(self.router.policy_loss, decisions, route.num_active) if decisions else None
-        return LayerOutput(hidden_BD, route, torch.stack(losses).sum() if losses else None, judge)
+        return looked(answer, call, route, torch.stack(losses).sum() if losses else None, judge)
 
-    def work(self, route: Route) -> dict[str, Work]:
-        """What deciding and running took, for each vector."""
+    def looks(self, hidden_BD: Tensor, call: Call) -> Looks[LayerOutput]:
+        """The vectors after no step, after the first, the second, …, of rows that go on; nothing runs for the others."""
+        self.check(hidden_BD)
+        check_generator(call.generator)
+        router, residual = self.router, self.stream == "residual"
+        rows_n = torch.arange(len(hidden_BD), device=hidden_BD.device) if call.rows is None else call.rows
+        answer_nD = hidden_BD if residual else torch.zeros_like(hidden_BD)
+        dtype = torch.promote_types(hidden_BD.dtype, torch.float32)
+        num_steps = router.num_layers * router.num_rounds
+        active_nSN = hidden_BD.new_zeros(len(hidden_BD), num_steps, router.num_experts, dtype=dtype)
+        going_n = torch.zeros(len(hidden_BD), dtype=torch.bool, device=hidden_BD.device)
+        kept_n = yield Look(LayerOutput(self.see(answer_nD), _unordered(active_nSN)), going_n)
+        some = slice(None) if kept_n is None else kept_n
+        hidden_nD, answer_nD, active_nSN, rows_n = (t[some] for t in (hidden_BD, answer_nD, active_nSN, rows_n))
+        call = call._replace(rows=rows_n)
+        plan, draws = router.plan(hidden_nD, call), Draws(call, hidden_nD)
+        apart = operations.unstacked(self.experts, hidden_nD)
+        nodes_nT = None if plan is None or plan.route is None else plan.route.nodes
+        for step in range(num_steps):
+            if plan is None:
+                choice = router.route(step, hidden_nD, draws)
+                chosen_nN, weights_nN = choice.active, choice.weights
+            else:
+                chosen_nN, weights_nN = plan.active[:, step], plan.weights[:, step]
+            update_nD = operations.experts_layer(apart, step // router.num_rounds, hidden_nD, weights_nN, chosen_nN)
+            hidden_nD = hidden_nD + update_nD if residual else update_nD
+            answer_nD = answer_nD + update_nD if self.stream == "skip-sum" else hidden_nD
+            active_nSN = active_nSN.clone()
+            active_nSN[:, step] = chosen_nN.detach()
+            out = LayerOutput(self.see(answer_nD), _unordered(active_nSN)._replace(nodes=nodes_nT))
+            ended_n = torch.full_like(answer_nD[:, 0], step == num_steps - 1, dtype=torch.bool)
+            if plan is not None and self.stream != "last":  # empty layers change nothing
+                ended_n = plan.active[:, step + 1 :].sum((1, 2)) == 0
+            kept_n = yield Look(out, ended_n)
+            some = slice(None) if kept_n is None else kept_n
+            hidden_nD, answer_nD, active_nSN = hidden_nD[some], answer_nD[some], active_nSN[some]
+            draws.rows_B, nodes_nT = draws.rows_B[some], None if nodes_nT is None else nodes_nT[some]
+            if plan is not None:
+                plan = plan._replace(active=plan.active[some], weights=plan.weights[some])
+
+    def see(self, hidden: Tensor) -> Tensor:
+        """The stream as those after the layer see it."""
+        return hidden
+
+    def work(self, route: Route, num_steps: Tensor | None = None) -> dict[str, Work]:
+        """What deciding, for `num_steps` steps or for all, and running took, for each vector."""
         active = route.active.detach()
         # An expert that runs in two rounds has its parameters once.
         used = active.unflatten(-2, (-1, self.router.num_rounds)).amax(-2).sum((-1, -2)).long()
-        runs = active.sum((-1, -2)).long()
+        runs = active.sum((-1, -2)).long() if route.num_runs is None else route.num_runs
         experts = Work(
             runs * operations.expert_multiply_adds(self.experts, self.dim), used * self.experts.num_parameters
         )
-        return {"routing": self.router.work(route), "experts": experts}
+        return {"routing": self.router.work(route, num_steps), "experts": experts}
 
     def check(self, hidden: Tensor) -> None:
         """Refuse vectors of another width."""
@@ -269,6 +341,12 @@ def flat(name: str, values: Tensor | None, shape: torch.Size) -> Tensor | None:
     return values.reshape(-1)
 
 
+def looked(answer: Tensor, call: Call, route: Route, loss: Tensor | None = None, judge: Any = None) -> LayerOutput:
+    """What experts gave, (S, B, D) after each step if that was asked for, as a layer's output."""
+    hidden_BD = answer[-1] if call.looks else answer
+    return LayerOutput(hidden_BD, route, loss, judge, looks=answer if call.looks else None)
+
+
 def _unordered(active_BSN: Tensor) -> Route:
     return Route(active_BSN, None, active_BSN.detach().sum((-1, -2)).long(), None)
 
@@ -289,18 +367,22 @@ def _spread(out: LayerOutput, kept_n: Tensor, hidden_BD: Tensor, stream: Stream)
         return field.new_full((len(hidden_BD), *field.shape[1:]), fill).index_copy(0, kept_n, field)
 
     hidden_BD = passed_BD.index_copy(0, kept_n, out.hidden.to(passed_BD.dtype))
+    seen = None
+    if out.looks is not None:
+        seen = passed_BD.expand(len(out.looks), *passed_BD.shape).index_copy(1, kept_n, out.looks.to(passed_BD.dtype))
     judge = None if out.judge is None else lambda losses_B: out.judge(losses_B[kept_n])  # type: ignore[misc]
-    return out._replace(hidden=hidden_BD, route=_map(out.route, among_all), judge=judge)
+    return out._replace(hidden=hidden_BD, route=_map(out.route, among_all), judge=judge, looks=seen)
 
 
 def _map(route: Route, change: Callable[[Tensor], Tensor]) -> Route:
     """The same change to every tensor of a route."""
-    active, nodes, num_active, rates = route
+    active, nodes, num_active, rates, num_runs = route
     return Route(
         change(active),
         None if nodes is None else change(nodes),
         change(num_active),
         None if rates is None else Rates(change(rates.nodes), change(rates.output)),
+        None if num_runs is None else change(num_runs),
     )
 
 

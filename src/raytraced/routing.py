@@ -6,10 +6,15 @@ K inputs of a node (1 in the first layer, N below).
 
 from contextlib import nullcontext
 from math import isfinite
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raytraced.words import require_one_of
+
+GateInit = Literal["normal", "uniform"]
 
 
 class Rates(NamedTuple):
@@ -19,20 +24,42 @@ class Rates(NamedTuple):
     output: Tensor
 
 
+def entry_rates(hidden_BD: Tensor, weight_ND: Tensor, bias_N: Tensor) -> Tensor:
+    """The entry gate: the rates that enter the first layer (B, N), at least in float32."""
+    logits_BN = F.linear(hidden_BD, weight_ND, bias_N)
+    return logits_BN.softmax(-1, dtype=torch.promote_types(logits_BN.dtype, torch.float32))
+
+
+def sight_logits(hidden_BD: Tensor, weight_RD: Tensor, weight_LNOR: Tensor) -> Tensor:
+    """What gates that see the hidden vector, through a map of rank R, add to their logits (B, L − 1, N, O)."""
+    seen_BR = F.linear(hidden_BD, weight_RD)
+    return F.linear(seen_BR, weight_LNOR.flatten(0, 2)).view(-1, *weight_LNOR.shape[:3])
+
+
 class RoutingNetwork(nn.Module):
     """Stacked, parallel softmax gates, one a node, that pass firing rate on from the entry to the output node."""
 
     gate_first: nn.Parameter | None
     gate_inner: nn.Parameter | None
 
-    def __init__(self, num_layers: int, num_experts: int, *, scale_init: bool = True, reach: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        num_experts: int,
+        *,
+        gate_init: GateInit = "normal",
+        scale_init: bool = True,
+        reach: float = 0.0,
+    ) -> None:
         super().__init__()
+        require_one_of("gate_init", gate_init, get_args(GateInit))
         if not isfinite(reach):
             raise ValueError(f"reach={reach}: must be finite; the paper has 0")
         for name, value in (("num_layers", num_layers), ("num_experts", num_experts)):
             if value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
-        self.num_layers, self.num_experts, self.scale_init, self.reach = num_layers, num_experts, scale_init, reach
+        self.num_layers, self.num_experts = num_layers, num_experts
+        self.gate_init, self.scale_init, self.reach = gate_init, scale_init, reach
         N, O = num_experts, num_experts + 1
         # The last layer has no gates: its nodes send all they have to the output node.
         self.gate_first = nn.Parameter(torch.empty(N, O)) if num_layers > 1 else None
@@ -42,12 +69,19 @@ class RoutingNetwork(nn.Module):
     def reset_parameters(self) -> None:
         """Draw W ~ Normal(0, N + 1), so that the gates' logits start at about unit variance (the paper's appendix A).
 
+        "uniform" scales what nn.Linear starts with, evenly within ±1/√inputs, by the same √(N + 1): gates below the first
+        layer then split more evenly, and sequences are longer.
+
         Weights towards the output node start lower by `reach`. Fresh gates send every outlet about the same, and the output
         node collects its share from all of them: greedily, it is chosen before deep nodes, which then never learn.
         """
-        std = (self.num_experts + 1) ** 0.5 if self.scale_init else 1.0
+        scale = (self.num_experts + 1) ** 0.5 if self.scale_init else 1.0
         for weight in self.parameters():
-            nn.init.normal_(weight, std=std)
+            if self.gate_init == "normal":
+                nn.init.normal_(weight, std=scale)
+            else:
+                bound = scale * (1 if weight is self.gate_first else self.num_experts) ** -0.5
+                nn.init.uniform_(weight, -bound, bound)
         with torch.no_grad():
             for layer in range(self.num_layers - 1):
                 self.gate_weight(layer)[:, -1] -= self.reach
@@ -64,8 +98,11 @@ class RoutingNetwork(nn.Module):
         assert self.gate_inner is not None
         return self.gate_inner[layer - 1]
 
-    def forward(self, entry_BN: Tensor, active_BLN: Tensor) -> Rates:
-        """Send the entry rates through the active nodes; at least in float32, whatever the inputs' precision."""
+    def forward(self, entry_BN: Tensor, active_BLN: Tensor, sight_BLNO: Tensor | None = None) -> Rates:
+        """Send the entry rates through the active nodes; at least in float32, whatever the inputs' precision.
+
+        `sight` (B, L − 1, N, O) is added to the gates' logits: what gates that see more than rates make of it.
+        """
         self._check(entry_BN, active_BLN)
         dtype = torch.promote_types(entry_BN.dtype, torch.float32)
         with nullcontext() if entry_BN.is_meta else torch.autocast(entry_BN.device.type, enabled=False):
@@ -80,6 +117,8 @@ class RoutingNetwork(nn.Module):
                     output_B = output_B + passed_BN.sum(-1)
                 else:
                     logits_BNO = torch.einsum("nok,bnk->bno", self.gate_weight(layer).to(dtype), inputs_BNK)
+                    if sight_BLNO is not None:
+                        logits_BNO = logits_BNO + sight_BLNO[:, layer].to(dtype)
                     sent_BNO = passed_BN[:, :, None] * logits_BNO.softmax(-1)
                     output_B = output_B + sent_BNO[:, :, -1].sum(-1)
                     inputs_BNK = sent_BNO[:, :, :-1].transpose(1, 2)

@@ -4,7 +4,7 @@ Axes: B batch, L layers, N experts a layer, M = L·N nodes, K = M + 1 candidates
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +15,10 @@ from raytraced.words import require, require_one_of
 
 Select = Literal["sample", "greedy"]
 Stop = Literal["drawn", "dominant"]
-Estimator = Literal["reinmax", "gumbel", "straight-through"]
+Estimator = Literal["reinmax", "gumbel", "straight-through", "none"]
+
+# Where a look at values waits for all that is queued, steps are not ended early: a fixed number of them can be captured whole.
+FIXED_STEPS_ON = {"cuda"}
 
 # A rate below this has the log-derivative of this: 1/P of a rate that underflows would drown every other gradient.
 RATE_FLOOR = 1e-6
@@ -28,10 +31,11 @@ class Route(NamedTuple):
     (the rivals) leave those out.
     """
 
-    active: Tensor  # (B, L, N), exactly 0 or 1; its gradient goes back through every draw
+    active: Tensor  # (B, L, N), exactly 0 or 1; its gradient goes back through every draw, if the estimator has one
     nodes: Tensor | None  # (B, T), node ℓ·N + i in order of activation, padded with -1
     num_active: Tensor  # (B,)
     rates: Rates | None
+    num_runs: Tensor | None = None  # (B,), how often experts ran, where some ran again; else num_active
 
 
 # How each estimator carries a gradient from a draw, one-hot over the candidates, back to the probabilities it came from.
@@ -145,7 +149,7 @@ def _choose(probs_BK: Tensor, noise: Tensor | None) -> Tensor:
     return (probs_BK / noise).argmax(-1)
 
 
-def _apply_stop(probs_BK: Tensor, stop: Stop) -> Tensor:
+def apply_stop(probs_BK: Tensor, stop: Stop) -> Tensor:
     """Who may be drawn: everyone; or, by the paper's footnote, the output node once its rate exceeds all, else the nodes."""
     if stop == "drawn":
         return probs_BK
@@ -164,8 +168,12 @@ def unroll(
     num_steps: int,
     seed: Tensor | None,
     rows_B: Tensor | None,
+    sight_BLNO: Tensor | None = None,
 ) -> Route:
-    """Algorithm 1 step by step in plain PyTorch, the definition of every faster version; greedy where seed is None."""
+    """Algorithm 1 step by step in plain PyTorch, the definition of every faster version; greedy where seed is None.
+
+    With the estimator "none" the draws are constants: a gradient goes through the rates under the final set alone.
+    """
     B, L, N, M = entry_BN.shape[0], routing.num_layers, routing.num_experts, routing.num_nodes
     rows_B = torch.arange(B, device=entry_BN.device) if rows_B is None else rows_B
     candidates_K = torch.arange(M + 1, device=entry_BN.device)
@@ -173,21 +181,24 @@ def unroll(
     nodes: list[Tensor] = []
     running_B = torch.ones(B, dtype=torch.bool, device=entry_BN.device)
     draw = _Draw if torch.compiler.is_compiling() else _DrawBothWays
+    looks = entry_BN.device.type not in FIXED_STEPS_ON
     for step in range(num_steps):
-        if any_seen(running_B) is False:
+        if looks and any_seen(running_B) is False:
             break
-        rates = routing(entry_BN, active_BM.view(B, L, N))
+        rates = routing(entry_BN, active_BM.view(B, L, N), sight_BLNO)
         probs_BK = torch.cat((rates.nodes.flatten(1) * (1 - active_BM), rates.output[:, None]), -1)
 
         noise = None
         if seed is not None:
             gumbel = estimator == "gumbel"
             noise = exponential(seed, rows_B, step, M + 1).to(probs_BK) if gumbel else uniform(seed, rows_B, step)
-        choice_B = _choose(_apply_stop(probs_BK.detach(), stop), noise)
+        choice_B = _choose(apply_stop(probs_BK.detach(), stop), noise)
         draw_BK = (choice_B[:, None] == candidates_K).to(probs_BK) * running_B[:, None]
         race_BK = noise if estimator == "gumbel" else None
-        # The stop draw keeps its gradient: its hard part adds no node, its soft part still moves every rate.
-        drawn_BK = draw.apply(probs_BK, draw_BK, race_BK, estimator, temperature) * running_B[:, None]
+        if estimator == "none":
+            drawn_BK = draw_BK
+        else:  # the stop draw keeps its gradient: its hard part adds no node, its soft part still moves every rate
+            drawn_BK = draw.apply(probs_BK, draw_BK, race_BK, estimator, temperature) * running_B[:, None]
 
         active_BM = active_BM + drawn_BK[:, :M]
         running_B = running_B & (choice_B < M)
@@ -195,7 +206,10 @@ def unroll(
     nodes += [torch.full((B,), -1, device=entry_BN.device)] * (num_steps - len(nodes))
     nodes_BT = torch.stack(nodes, 1) if nodes else running_B.new_empty(B, 0, dtype=torch.int64)
     active_BLN = active_BM.view(B, L, N)
-    return Route(active_BLN, nodes_BT, (nodes_BT >= 0).sum(-1), routing(entry_BN, active_BLN))
+    rates = routing(entry_BN, active_BLN, sight_BLNO)
+    if not num_steps and estimator != "none":  # a gradient all the same, of zero: DDP waits for every parameter's
+        active_BLN = active_BLN + 0 * rates.output[:, None, None]
+    return Route(active_BLN, nodes_BT, (nodes_BT >= 0).sum(-1), rates)
 
 
 # How much an active expert's output counts. The mask A carries the draws' gradient in all of them.
@@ -233,7 +247,7 @@ def check_sequence_options(
     """Raise a ValueError that names the option, its value and the rule."""
     require_one_of("select", select, ("sample", "greedy"))
     require_one_of("stop", stop, ("drawn", "dominant"))
-    require_one_of("estimator", estimator, GRADIENTS)
+    require_one_of("estimator", estimator, get_args(Estimator))
     require(
         0 < temperature < float("inf"),
         "temperature",
@@ -243,3 +257,20 @@ def check_sequence_options(
     require(
         max_experts is None or max_experts >= 0, "max_experts", max_experts, "must be at least 0, or None for no budget"
     )
+
+
+# Where a sequence should have ended.
+
+SHORTEST = 0.4  # of the target, for the easiest; the hardest takes as much more than it
+
+
+def stop_losses(route: Route, easier: Tensor, target: float) -> Tensor:
+    """What asks a sequence to end where it should: at `target` experts on the mean, a few for the easy, more for the hard.
+
+    The easiest sample is to take SHORTEST of the target and the hardest 2 − SHORTEST of it. Where a sequence is longer the
+    output node should have been drawn, and its rate under the final set is to rise; where it is shorter, to fall.
+    """
+    assert route.rates is not None
+    over = route.num_active - target * (SHORTEST + 2 * (1 - SHORTEST) * easier)
+    rate = route.rates.output.clamp(1e-6, 1 - 1e-6).view_as(over)
+    return torch.where(over > 0.5, -rate.log(), torch.where(over < -0.5, -(1 - rate).log(), 0.0))

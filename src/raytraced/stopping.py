@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from raytraced.models.output import Model
+from raytraced.models.sure import Sure, answers_until_sure
 from raytraced.sequence import Select
 from raytraced.words import require
 
@@ -28,10 +29,12 @@ def anytime(
     generator: torch.Generator | None = None,
     rows: Tensor | None = None,
     mask: Tensor | None = None,
+    sure: Sure | None = None,
 ) -> Iterator[Step]:
     """Yield the model's answer with 0, 1, 2, … experts, until every sample's sequence has ended.
 
-    Step k is what `model(inputs, max_experts=k)` returns.
+    Step k is what `model(inputs, max_experts=k)` returns. With `sure` a sample whose largest probability has reached it keeps
+    that answer, nothing more runs for it, and the steps end when all have: `model(inputs, sure=sure, look="expert")`.
     """
     require(
         max_experts is None or max_experts >= 0, "max_experts", max_experts, "must be at least 0, or None for no budget"
@@ -39,6 +42,10 @@ def anytime(
     if inputs.is_floating_point() and not bool(inputs.isfinite().all()):
         bad = int((~inputs.isfinite()).sum())
         raise ValueError(f"inputs: {bad} of {inputs.numel()} values are not finite; mend or drop these samples")
-    outputs = model.prefixes(inputs, max_experts, select=select, generator=generator, rows=rows, mask=mask)
+    if sure is None:
+        outputs = model.prefixes(inputs, max_experts, select=select, generator=generator, rows=rows, mask=mask)
+    else:
+        looks = model.looks(inputs, "expert", max_experts=max_experts, select=select, generator=generator, rows=rows)
+        outputs = answers_until_sure(looks, sure, mask)
     for budget, out in enumerate(outputs):
         yield Step(budget, out.logits, out.num_experts)

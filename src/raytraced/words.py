@@ -1,7 +1,7 @@
 """The words of an error: what was given, the rule, and what was probably meant."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 def require(holds: bool, name: str, value: object, rule: str) -> None:
@@ -16,8 +16,14 @@ def require_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
     require(value in allowed, name, repr(value), f"must be one of {', '.join(allowed)}")
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of an error message: the nearest known word, else all of them."""
+def did_you_mean(
+    word: str, known: Iterable[str], otherwise: str | None = None, shown: Callable[[str], str] = str
+) -> str:
+    """The end of an error message: the nearest known word, as it is shown, else all of them."""
     names = {name.replace("_", "-"): name for name in known}
     close = difflib.get_close_matches(word.replace("_", "-"), names, n=1)
-    return f"did you mean {names[close[0]]}?" if close else f"must be one of {', '.join(names.values())}"
+    return (
+        f"did you mean {shown(names[close[0]])}?"
+        if close
+        else otherwise or f"must be one of {', '.join(names.values())}"
+    )

@@ -30,6 +30,8 @@ def top_k(router, step, hidden):
     """Expert -> weight, of those that run."""
     logits = gate(router, step, hidden)
     chosen = by_strength(logits)[: router.k]
+    if router.k == 1:  # as in Switch: among all, or the weight would be 1 whatever the gate says
+        return {chosen[0]: normalised(logits)[chosen[0]]}
     return dict(zip(chosen, normalised([logits[e] for e in chosen]), strict=True))
 
 

@@ -3,10 +3,16 @@
 import pytest
 import torch
 
-from raytraced import RaytracedExperts, RoutingNetwork, activation_sequence
+from raytraced import RaytracedExperts, RoutingNetwork, activation_sequence, build
+from raytraced.grid import run_dense
 from raytraced.layer import Call
+from raytraced.sequence import WEIGHTINGS
 
-OPTIONS = [{"stop": "dominant"}, {"estimator": "gumbel", "temperature": 7.0}, {"estimator": "straight-through"}]
+OPTIONS = [
+    {"stop": "dominant", "estimator": "reinmax"},
+    {"estimator": "gumbel", "temperature": 7.0},
+    {"estimator": "straight-through"},
+]
 
 
 def generator():
@@ -15,7 +21,9 @@ def generator():
 
 def make(**options):
     torch.manual_seed(1)
-    return RaytracedExperts(5, 3, 4, train_select="sample", **{"reach": 0.0} | options).double()
+    return RaytracedExperts(
+        5, 3, 4, train_select="sample", **{"estimator": "reinmax", "reach": 0.0, "sight_rank": 0} | options
+    ).double()
 
 
 @pytest.mark.parametrize("options", [{"scale_init": False, "reach": 0.0}, {"scale_init": True, "reach": 3.0}])
@@ -27,19 +35,29 @@ def test_options_of_the_gates_reach_the_routing_network(options):
         assert torch.equal(ours, theirs)
 
 
+def test_options_of_the_experts_reach_them():
+    assert make(hidden=7, num_hidden=1).experts.widths == (5, 7, 5)
+
+
+def test_a_model_of_the_layer_answers_along_the_way_and_one_of_another_does_not():
+    for name, expected in (("mre", True), ("top-k", False)):
+        model = build(name, image_shape=(1, 4, 4), num_classes=3, dim=8, num_layers=2, num_experts=2)
+        assert model.answers_along_the_way is expected
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("max_experts", [None, 2])
 def test_options_of_the_sequence_reach_it(options, max_experts):
     router, rows = make(**options).router, torch.arange(100, 150)
-    entry = torch.randn(50, 4, dtype=torch.float64).softmax(-1).requires_grad_()
+    hidden = torch.randn(50, 5, dtype=torch.float64, requires_grad=True)
     seen, found = torch.randn(50, 3, 4, dtype=torch.float64), []
     for route in (
-        router.sequence(entry, Call("sample", max_experts, generator(), rows)),
+        router.sequence(hidden, Call("sample", max_experts, generator(), rows)),
         activation_sequence(
-            router.routing, entry, max_experts=max_experts, generator=generator(), rows=rows, **options
+            router.routing, router.entry(hidden), max_experts=max_experts, generator=generator(), rows=rows, **options
         ),
     ):
-        found.append((route.nodes, *torch.autograd.grad((route.active * seen).sum(), entry)))
+        found.append((route.nodes, *torch.autograd.grad((route.active * seen).sum(), hidden)))
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -64,3 +82,52 @@ def test_where_no_expert_may_run_deciding_still_costs_the_entry_gate_of_every_ro
     work = layer.router.work(route)
     assert work.multiply_adds.tolist() == [5 * 4] * 6
     assert work.parameters.tolist() == [5 * 4 + 4] * 6
+
+
+def test_gates_that_see_nothing_yet_route_as_the_papers():
+    torch.manual_seed(1)
+    blind = RaytracedExperts(5, 3, 4, sight_rank=0).double()
+    torch.manual_seed(1)
+    seeing = RaytracedExperts(5, 3, 4, sight_rank=2).double()
+    seeing.load_state_dict(blind.state_dict(), strict=False)
+    hidden = torch.randn(20, 5, dtype=torch.float64)
+    torch.testing.assert_close(blind(hidden).hidden, seeing(hidden).hidden)
+
+
+@pytest.mark.parametrize("estimator", ["reinmax", "none"])
+def test_gates_that_see_learn_from_the_input(estimator):
+    layer = RaytracedExperts(5, 3, 4, sight_rank=2, estimator=estimator).double()
+    hidden = torch.randn(60, 5, dtype=torch.float64)
+    layer(hidden).hidden.square().sum().backward()
+    assert layer.router.sight_out.grad.abs().sum() > 0
+    with torch.no_grad():
+        before = layer(hidden).route.nodes
+        layer.router.sight_out.normal_(std=3)
+        after = layer(hidden).route.nodes
+    changed = (before != after).any(-1)
+    assert bool(changed.any())
+    # Only what a row itself holds changes its path.
+    alone = torch.cat([layer(row[None]).route.nodes for row in hidden])
+    assert torch.equal(alone, after)
+
+
+def test_nothing_would_teach_the_routing_is_refused():
+    with pytest.raises(ValueError, match="estimator=none: only rates then teach the routing"):
+        RaytracedExperts(5, 3, 4, estimator="none", weighting="unit")
+    with pytest.raises(ValueError, match="sight_rank=-1: must be at least 0"):
+        RaytracedExperts(5, 3, 4, sight_rank=-1)
+
+
+def test_without_draws_gradient_only_the_final_sets_rates_teach():
+    layer, hidden = make(estimator="none", weighting="rates"), torch.randn(30, 5, dtype=torch.float64)
+    out = layer(hidden, select="greedy")
+    got = torch.autograd.grad(out.hidden.sum(), layer.router.routing.gate_first)[0]
+    with torch.no_grad():
+        active = layer(hidden, select="greedy").route.active
+    rates = layer.router.routing(layer.router.entry(hidden), active).nodes
+    weights = WEIGHTINGS["rates"](active, rates)
+    expected_out = run_dense(layer.experts, hidden, active, weights, layer.stream)
+    torch.testing.assert_close(out.hidden, expected_out)
+    expected = torch.autograd.grad(expected_out.sum(), layer.router.routing.gate_first)[0]
+    torch.testing.assert_close(got, expected)
+    assert expected.abs().sum() > 0

@@ -5,7 +5,7 @@ import torch
 
 from raytraced.draws import uniform
 from raytraced.grid import update_dense
-from raytraced.layer import routed_layer
+from raytraced.layer import Choice, RoutedLayer, Router, make_grid, routed_layer
 from raytraced.routers.ada_k import AdaK
 from raytraced.routers.aux_free import AuxFree
 from raytraced.routers.chain import ChainOfExperts
@@ -288,3 +288,47 @@ def test_an_option_that_makes_no_sense_is_refused_by_name_value_and_rule(cls, op
 def test_hidden_vectors_of_another_width_are_refused():
     with pytest.raises(ValueError, match=r"hidden has shape \(2, 6\): the last axis must be dim=5"):
         make_layer(TopK)(torch.zeros(2, 6, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"hidden has shape \(2, 3, 10\): the last axis must be dim=5"):
+        make_layer(TopK)(torch.zeros(2, 3, 10, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"hidden has shape \(\): the last axis must be dim=5"):
+        make_layer(TopK)(torch.zeros((), dtype=torch.float64))
+
+
+def test_a_layer_has_a_residual_stream_and_two_hidden_layers_an_expert_unless_told_otherwise():
+    layer = RoutedLayer(TopK(5, 3, 4), make_grid(5, 3, 4), 5)
+    assert layer.stream == "residual"
+    assert layer.experts.widths == routed_layer(TopK, 5, 3, 4).experts.widths == (5, 5, 5, 5)
+    assert routed_layer(TopK, 5, 3, 4, hidden=7, num_hidden=1).experts.widths == (5, 7, 5)
+
+
+@pytest.mark.parametrize("options", [{"hidden": 7}, {"num_hidden": 1}])
+def test_experts_of_ones_own_take_neither_option_of_the_default_ones(options):
+    with pytest.raises(ValueError, match="are for the default MLP, not with `expert`"):
+        routed_layer(TopK, 5, 3, 4, expert=lambda: torch.nn.Linear(5, 5), **options)
+
+
+class Planned(Router):
+    """All experts, known ahead, at a price."""
+
+    def plan(self, hidden_BD, call):
+        active_BSN = hidden_BD.new_ones(len(hidden_BD), self.num_layers, self.num_experts)
+        return Choice(active_BSN, active_BSN, loss=hidden_BD.sum())
+
+
+def test_the_loss_of_a_plan_is_the_layers():
+    hidden = torch.randn(2, 5, dtype=torch.float64)
+    assert make_layer(Planned)(hidden).loss == hidden.sum()
+
+
+def test_what_only_sequences_can_do_is_refused_and_what_all_do_anyway_is_not():
+    layer, hidden = make_layer(TopK), torch.randn(2, 5, dtype=torch.float64)
+    for asked in ({"select": "sample"}, {"max_experts": 2}):
+        with pytest.raises(ValueError, match="select and max_experts: are for layers that answer along the way"):
+            layer(hidden, **asked)
+    assert torch.equal(layer(hidden, select="greedy").hidden, layer(hidden).hidden)
+
+
+def test_a_single_experts_gate_learns():
+    layer = make_layer(TopK, k=1)
+    layer(torch.randn(20, 5, dtype=torch.float64)).hidden.square().sum().backward()
+    assert all(gate.weight.grad.abs().sum() > 0 for gate in layer.router.gates)

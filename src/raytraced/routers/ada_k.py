@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from raytraced.layer import Choice, Draws, Router, Work
 from raytraced.routers.choosing import softmax_over
-from raytraced.sequence import Route
 from raytraced.words import require
 
 
@@ -115,10 +114,10 @@ class AdaK(Router):
         loss_BL = critic_BL - gain_BL - self.entropy * made.entropy
         return loss_BL.sum() / max(loss_BL.numel(), 1)
 
-    def work(self, route: Route) -> Work:
-        gates, weight = super().work(route), self.allocator_weight.numel()
+    def step_work(self) -> Work:
+        gate, weight = super().step_work(), self.allocator_weight[0].numel()
         # The critic is needed in training only.
-        return Work(gates.multiply_adds + weight, gates.parameters + weight + self.allocator_bias.numel())
+        return Work(gate.multiply_adds + weight, gate.parameters + weight + self.allocator_bias[0].numel())
 
     def extra_repr(self) -> str:
         return (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raytraced.grid import Stream, run_stream
-from raytraced.layer import Call, Choice, LayerOutput, RoutedLayer, Router, Work, make_grid
+from raytraced.layer import Call, Choice, LayerOutput, RoutedLayer, Router, looked, make_grid
 from raytraced.sequence import Route
 from raytraced.words import require
 
@@ -24,11 +24,8 @@ class Everyone(Router):
         super().plan(hidden_BD, call)
         # At least float32, as masks everywhere: sums of ones over a batch must be exact.
         dtype = torch.promote_types(hidden_BD.dtype, torch.float32)
-        ones_BL1 = hidden_BD.new_ones(len(hidden_BD), self.num_layers, 1, dtype=dtype)
+        ones_BL1 = hidden_BD.new_ones(hidden_BD.shape[0], self.num_layers, 1, dtype=dtype)
         return Choice(ones_BL1, ones_BL1)
-
-    def work(self, route: Route) -> Work:
-        return Work(0, 0)
 
 
 class DenseBlocks(RoutedLayer):
@@ -52,8 +49,8 @@ class DenseBlocks(RoutedLayer):
     def run(self, hidden_BD: Tensor, call: Call) -> LayerOutput:
         """Every block on every row: nothing to sort and nothing to weigh."""
         active_BL1 = self.router.plan(hidden_BD, call).active  # type: ignore[union-attr]
-        hidden_BD = run_stream(self.stream, self.num_blocks, hidden_BD, self.run_block)
-        return LayerOutput(hidden_BD, Route(active_BL1, None, active_BL1.sum((-1, -2)).long(), None))
+        answer = run_stream(self.stream, self.num_blocks, hidden_BD, self.run_block, call.looks)
+        return looked(answer, call, Route(active_BL1, None, active_BL1.sum((-1, -2)).long(), None))
 
     def run_block(self, block: int, hidden_BD: Tensor) -> Tensor:
         """One block on all rows."""
@@ -70,4 +67,7 @@ class MLPLayers(DenseBlocks):
 
     def run(self, hidden_BD: Tensor, call: Call) -> LayerOutput:
         out = super().run(hidden_BD, call)
-        return out._replace(hidden=torch.relu(out.hidden))
+        return out._replace(hidden=self.see(out.hidden), looks=None if out.looks is None else self.see(out.looks))
+
+    def see(self, hidden: Tensor) -> Tensor:
+        return torch.relu(hidden)

@@ -12,23 +12,26 @@ from torch import Tensor, nn
 from raytraced import operations
 from raytraced.draws import new_seed
 from raytraced.grid import Stream, run_dense
-from raytraced.layer import Call, Choice, LayerOutput, RoutedLayer, Router, Work, flat, make_grid
-from raytraced.routing import RoutingNetwork
+from raytraced.layer import Call, Choice, LayerOutput, RoutedLayer, Router, Work, flat, looked, make_grid
+from raytraced.routing import GateInit, RoutingNetwork, entry_rates, sight_logits
 from raytraced.sequence import WEIGHTINGS, Estimator, Route, Select, Stop, check_sequence_options
-from raytraced.words import require_one_of
+from raytraced.words import require, require_one_of
 
 Weighting = Literal["unit", "rates-to-one", "rates"]
 MaskGradient = Literal["all", "active"]
 
-# What the paper's text says, taken as written, and τ = 20, which it leaves open. Every default below is our recipe.
+# What the paper's text says, and where it is open, the reading that comes nearest to its own tables: docs/paper.md.
+# Every default below is our recipe.
 PAPER = {
-    "stream": "last",
+    "stream": "residual",
     "weighting": "unit",
     "mask_gradient": "all",
     "estimator": "gumbel",
     "temperature": 20.0,
     "train_select": "sample",
+    "gate_init": "uniform",
     "reach": 0.0,
+    "sight_rank": 0,
 }
 
 
@@ -38,13 +41,16 @@ def activation_sequence(
     *,
     select: Select = "sample",
     stop: Stop = "drawn",
-    estimator: Estimator = "reinmax",
+    estimator: Estimator = "none",
     temperature: float = 20.0,
     max_experts: int | None = None,
     generator: torch.Generator | None = None,
     rows: Tensor | None = None,
+    sight: Tensor | None = None,
 ) -> Route:
     """Find every sample's activation sequence from its entry rates (B, N), before any expert runs.
+
+    `sight` (B, L − 1, N, N + 1) is added to the logits of the gates.
 
     One seed is taken from `generator`; what a sample draws then depends on that seed and its row number alone
     (`rows`, default 0 … B − 1: pass the numbers of a larger batch to draw as its part).
@@ -55,6 +61,7 @@ def activation_sequence(
     return operations.sequence(
         routing,
         entry.to(torch.promote_types(entry.dtype, torch.float32)),
+        sight_BLNO=sight,
         stop=stop,
         estimator=estimator,
         temperature=temperature,
@@ -78,32 +85,53 @@ class RaytracedRouter(Router):
         temperature: float,
         stop: Stop,
         train_select: Select,
+        gate_init: GateInit,
         scale_init: bool,
         reach: float,
+        sight_rank: int,
     ) -> None:
         super().__init__(dim, num_layers, num_experts, num_outlets=0)
         require_one_of("weighting", weighting, WEIGHTINGS)
         require_one_of("train_select", train_select, get_args(Select))
         check_sequence_options(select=train_select, stop=stop, estimator=estimator, temperature=temperature)
+        if estimator == "none" and weighting == "unit":
+            raise ValueError("estimator=none: only rates then teach the routing, and weighting=unit leaves them out")
+        require(
+            sight_rank >= 0, "sight_rank", sight_rank, "must be at least 0; 0: gates see rates alone, as the paper's"
+        )
         self.weighting, self.estimator, self.temperature = weighting, estimator, temperature
         self.stop, self.train_select = stop, train_select
-        self.routing = RoutingNetwork(num_layers, num_experts, scale_init=scale_init, reach=reach)
-        self.gate = nn.Linear(dim, num_experts)
+        self.routing = RoutingNetwork(num_layers, num_experts, gate_init=gate_init, scale_init=scale_init, reach=reach)
+        # Parameters, not a module to call: one library call may read them along with all the rest.
+        self.gate = nn.ParameterDict(dict(nn.Linear(dim, num_experts).named_parameters()))
+        self.sight_in: nn.Parameter | None = None
+        if sight_rank and num_layers > 1:
+            self.sight_in = nn.Parameter(nn.Linear(dim, sight_rank, bias=False).weight)
+            self.sight_out = nn.Parameter(torch.zeros(num_layers - 1, num_experts, num_experts + 1, sight_rank))
 
     def entry(self, hidden_BD: Tensor) -> Tensor:
         """The rates that enter the first layer (B, N), at least in float32."""
-        logits_BN = self.gate(hidden_BD)
-        return logits_BN.softmax(-1, dtype=torch.promote_types(logits_BN.dtype, torch.float32))
+        return entry_rates(hidden_BD, self.gate["weight"], self.gate["bias"])
+
+    def sight(self, hidden_BD: Tensor) -> Tensor | None:
+        """What gates that see the layer's input add to their logits (B, L − 1, N, O); nothing at the start of training."""
+        return None if self.sight_in is None else sight_logits(hidden_BD, self.sight_in, self.sight_out)
+
+    def maps(self) -> tuple[Tensor, ...]:
+        """What is made of the hidden vector: the entry gate's weight and bias, then the two maps of gates that see it."""
+        gate = self.gate["weight"], self.gate["bias"]
+        return gate if self.sight_in is None else (*gate, self.sight_in, self.sight_out)
 
     def how(self, call: Call) -> Select:
         """Greedy unless asked otherwise; in training as the layer was made."""
         return call.select or (self.train_select if self.training else "greedy")
 
-    def sequence(self, entry_BN: Tensor, call: Call) -> Route:
-        """The activation sequences that these entry rates lead to; no expert runs."""
+    def sequence(self, hidden_BD: Tensor, call: Call) -> Route:
+        """The activation sequences that hidden vectors lead to; no expert runs."""
         return activation_sequence(
             self.routing,
-            entry_BN,
+            self.entry(hidden_BD),
+            sight=self.sight(hidden_BD),
             select=self.how(call),
             stop=self.stop,
             estimator=self.estimator,
@@ -120,17 +148,18 @@ class RaytracedRouter(Router):
 
     def plan(self, hidden_BD: Tensor, call: Call) -> Choice:
         """The whole path is a function of the layer's input: it is known before any expert runs."""
-        route = self.sequence(self.entry(hidden_BD), call)
+        route = self.sequence(hidden_BD, call)
         return Choice(route.active, self.weigh(route), route=route)
 
-    def work(self, route: Route) -> Work:
+    def work(self, route: Route, num_steps: Tensor | None = None) -> Work:
         """The entry gate, and the gates that sequences evaluate, each step redoing no more than it changed.
 
         A new node evaluates its own gate, and those of the active nodes in all layers below it, whose inputs it has changed.
         Nodes beside it and above it keep theirs. Inactive nodes need none: their firing rate is a sum.
         """
-        assert route.nodes is not None
         N, L, nodes = self.num_experts, self.num_layers, route.nodes
+        if nodes is None:  # everyone was sure before the first step
+            nodes = route.num_active.new_empty(*route.num_active.shape, 0)
         gate_L = torch.tensor(self.gate_sizes(), device=nodes.device)
         layers_L = torch.arange(L, device=nodes.device)
         count_BL = torch.zeros(*nodes.shape[:-1], L, dtype=torch.int64, device=nodes.device)
@@ -141,8 +170,13 @@ class RaytracedRouter(Router):
             count_BL = count_BL + (drawn_B1 & (layers_L == layer_B1))
             redone_BL = torch.where(layers_L == layer_B1, 1, count_BL) * (layers_L >= layer_B1) * drawn_B1
             work_B = work_B + (redone_BL * gate_L).sum(-1)
-        entry = sum(parameter.numel() for parameter in self.gate.parameters())
-        return Work(work_B + self.gate.weight.numel(), (count_BL * gate_L).sum(-1) + entry)
+        weight, bias, rank = self.gate["weight"].numel(), self.gate["bias"].numel(), 0
+        if self.sight_in is not None:  # seen once, and told to the gates of active nodes
+            rank, weight = len(self.sight_in), weight + self.sight_in.numel()
+        seen_B = count_BL[..., :-1].sum(-1) * rank * (N + 1)
+        work = Work(work_B + seen_B + weight, (count_BL * gate_L).sum(-1) + seen_B + weight + bias)
+        # Known before any step runs: all of it, unless not even the first was asked for.
+        return work if num_steps is None else Work(*(part * (num_steps > 0) for part in work))
 
     def gate_sizes(self) -> list[int]:
         """The multiply-adds of one node's gate, W·x with W (O, K), in each layer; also its parameters. The last has none."""
@@ -174,12 +208,14 @@ class RaytracedExperts(RoutedLayer):
         stream: Stream = "residual",
         weighting: Weighting = "rates-to-one",
         mask_gradient: MaskGradient = "active",
-        estimator: Estimator = "reinmax",
+        estimator: Estimator = "none",
         temperature: float = 20.0,
         stop: Stop = "drawn",
         train_select: Select = "greedy",
+        gate_init: GateInit = "normal",
         scale_init: bool = True,
-        reach: float = 10.0,
+        reach: float = 5.0,
+        sight_rank: int = 4,
     ) -> None:
         require_one_of("mask_gradient", mask_gradient, get_args(MaskGradient))
         router = RaytracedRouter(
@@ -191,8 +227,10 @@ class RaytracedExperts(RoutedLayer):
             temperature=temperature,
             stop=stop,
             train_select=train_select,
+            gate_init=gate_init,
             scale_init=scale_init,
             reach=reach,
+            sight_rank=sight_rank,
         )
         super().__init__(
             router, make_grid(dim, num_layers, num_experts, expert, hidden, num_hidden), dim, stream=stream
@@ -206,9 +244,10 @@ class RaytracedExperts(RoutedLayer):
             # A mask's gradient is what its expert would give: inactive experts run too.
             plan = self.router.plan(hidden_BD, call)
             assert plan.route is not None
-            return LayerOutput(
-                run_dense(self.experts, hidden_BD, plan.active, plan.weights, self.stream, True), plan.route
-            )
+            answer = run_dense(self.experts, hidden_BD, plan.active, plan.weights, self.stream, call.looks, True)
+            return looked(answer, call, plan.route)
+        if call.looks:
+            return super().run(hidden_BD, call)
         router, budget = self.router, call.max_experts
         routing, select = router.routing, router.how(call)
         if select not in ("greedy", "sample") or (budget is not None and budget < 0):
@@ -217,7 +256,7 @@ class RaytracedExperts(RoutedLayer):
             routing,
             self.experts,
             hidden_BD,
-            router.entry(hidden_BD),
+            router.maps(),
             weighting=router.weighting,
             stream=self.stream,
             stop=router.stop,
@@ -231,7 +270,7 @@ class RaytracedExperts(RoutedLayer):
 
     def check(self, hidden: Tensor) -> None:
         super().check(hidden)
-        expected = self.router.gate.weight.dtype
+        expected = self.router.gate["weight"].dtype
         if hidden.dtype != expected and not torch.is_autocast_enabled(hidden.device.type):
             raise ValueError(
                 f"hidden is {hidden.dtype}: must be {expected} as the parameters; convert one, or use autocast"

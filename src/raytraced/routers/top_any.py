@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raytraced.layer import Choice, Draws, Router, Work
-from raytraced.sequence import Route
 from raytraced.words import require
 
 
@@ -44,8 +43,8 @@ class TopAny(Router):
             return Choice(active_BN, weights_BN)
         return Choice(active_BN, weights_BN, self.diversity * diversity_loss(self.directions[step]))
 
-    def work(self, route: Route) -> Work:
-        return Work(self.directions.numel(), self.directions.numel() + self.thresholds.numel())
+    def step_work(self) -> Work:
+        return Work(self.directions[0].numel(), self.directions[0].numel() + self.thresholds[0].numel())
 
     def extra_repr(self) -> str:
         return f"diversity={self.diversity}"

@@ -1,5 +1,8 @@
 """top-k: every layer runs the k experts its gate likes best, weighted by the softmax over those k (Shazeer et al. 2017).
 
+Of a single expert that would be the constant 1, and no gradient would reach the gate: there the weight is the probability
+among all experts, as in Switch (Fedus et al. 2021).
+
 Axes: B batch, N experts a layer, D width.
 """
 
@@ -22,7 +25,7 @@ class TopK(Router):
     def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:
         logits_BN = self.gate_logits(step, hidden_BD)
         chosen_BN = top_mask(logits_BN.detach(), self.k)
-        weights_BN = softmax_over(logits_BN, chosen_BN)
+        weights_BN = softmax_over(logits_BN, chosen_BN) if self.k > 1 else logits_BN.softmax(-1) * chosen_BN
         active_BN = chosen_BN.to(weights_BN.dtype)
         if not (self.balance and self.training):
             return Choice(active_BN, weights_BN)
