@@ -40,6 +40,7 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     first_row: int = 0,
     scale: float = 1.0,
+    sees: bool = False,
     seed: int = 0,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
@@ -57,6 +58,9 @@ def make_case(
         "seed": torch.tensor(2**61 + 12345 + seed) if select == "sample" else None,
         "rows_B": first_row + torch.arange(batch),
     }
+    if sees:  # gates that see the input too
+        shape = (batch, num_layers - 1, num_experts, num_experts + 1)
+        options["sight_BLNO"] = torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
     return Case(routing, entry_BN, options)
 
 
@@ -79,7 +83,9 @@ def run(path: Any, case: Case, weights: list[Tensor | None]) -> Outcome:
     sequence = path(routing, entry_BN, **options)
     outputs = (sequence.active, sequence.rates.nodes, sequence.rates.output)
     loss = sum((out * weight).sum() for out, weight in zip(outputs, weights, strict=True) if weight is not None)
-    sources = [entry_BN, *routing.parameters()]
+    loss = loss + 0 * entry_BN.sum()  # with the estimator "none" a mask has no gradient
+    sight = options.get("sight_BLNO")
+    sources = [entry_BN, *routing.parameters(), *([] if sight is None else [sight])]
     grads = torch.autograd.grad(loss, sources, allow_unused=True, materialize_grads=True)
     return Outcome(sequence, list(grads))
 
@@ -92,10 +98,11 @@ def ties(case: Case, nodes_BT: Tensor) -> Tensor:
     active_BM = torch.zeros(B, L * N, dtype=torch.float64)
     wide = RoutingNetwork(L, N).double()
     wide.load_state_dict(routing.state_dict())
+    sight = _doubled(options).get("sight_BLNO")
     close_BT = torch.zeros(nodes_BT.shape, dtype=torch.bool)
     for step in range(nodes_BT.shape[1]):
         with torch.no_grad():
-            rates = wide(entry_BN.double(), active_BM.view(B, L, N))
+            rates = wide(entry_BN.double(), active_BM.view(B, L, N), sight)
         nodes_BM, output_B1 = rates.nodes.flatten(1) * (1 - active_BM), rates.output[:, None]
         probs_BK = torch.cat((nodes_BM, output_B1), -1)
         if options["stop"] == "dominant":
@@ -117,12 +124,20 @@ def ties(case: Case, nodes_BT: Tensor) -> Tensor:
     return close_BT
 
 
-def assert_agree(case: Case, *, with_gradients: tuple[bool, bool, bool] = (True, True, True)) -> Tensor:
+def _doubled(options: dict[str, Any]) -> dict[str, Any]:
+    """The options in double precision."""
+    sight = options.get("sight_BLNO")
+    return options if sight is None else options | {"sight_BLNO": sight.detach().double().requires_grad_()}
+
+
+def assert_agree(
+    case: Case, *, with_gradients: tuple[bool, bool, bool] = (True, True, True), path: Any = compiled
+) -> Tensor:
     """Draws equal but for ties, values and gradients within the stated bounds; returns which samples (B,) met a tie."""
     routing, entry_BN, _ = case
     B, L, N, dtype = entry_BN.shape[0], routing.num_layers, routing.num_experts, entry_BN.dtype
     with torch.no_grad():
-        plain, fused = unroll(routing, entry_BN, **case.options), compiled(routing, entry_BN, **case.options)
+        plain, fused = unroll(routing, entry_BN, **case.options), path(routing, entry_BN, **case.options)
     met_B = ties(case, plain.nodes).any(-1)
     same_B = (plain.nodes == fused.nodes).all(-1)
     assert bool((same_B | met_B).all()), f"samples {(~same_B & ~met_B).nonzero().flatten().tolist()} drew differently"
@@ -135,9 +150,10 @@ def assert_agree(case: Case, *, with_gradients: tuple[bool, bool, bool] = (True,
         else None
         for shape, wanted in zip(shapes, with_gradients, strict=True)
     ]
-    plain, fused = run(unroll, case, weights), run(compiled, case, weights)  # type: ignore[assignment]
-    wide = Case(copy.deepcopy(routing).double(), entry_BN.detach().double().requires_grad_(), case.options)
-    wide_B = (unroll(*wide[:2], **case.options).nodes == plain.sequence.nodes).all(-1)  # type: ignore[attr-defined]
+    plain, fused = run(unroll, case, weights), run(path, case, weights)  # type: ignore[assignment]
+    wide_entry_BN = entry_BN.detach().double().requires_grad_()
+    wide = Case(copy.deepcopy(routing).double(), wide_entry_BN, _doubled(case.options))
+    wide_B = (unroll(*wide[:2], **wide.options).nodes == plain.sequence.nodes).all(-1)  # type: ignore[attr-defined]
     assert bool((wide_B | met_B).all())
     # The truth for the gradients is the plain path in double precision, unless a tie sent one of its samples another way.
     truth = run(unroll, wide, [w if w is None else w.double() for w in weights]) if bool(wide_B.all()) else plain

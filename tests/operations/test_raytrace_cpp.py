@@ -1,4 +1,4 @@
-"""Sequence, weights and experts in one call answer as the parts do, and step back for all that only these can do."""
+"""Entry gate, sequence, weights and experts in one call answer as the parts do, and step back for all that only these can do."""
 
 import copy
 
@@ -28,21 +28,24 @@ class Layer(nn.Module):
         super().__init__()
         self.routing = RoutingNetwork(L, N).to(dtype)
         self.experts = MLPExperts(L, N, D, hidden, num_hidden).to(dtype)
+        self.gate = nn.Linear(D, N, dtype=dtype)
+        self.sight = []
         self.options = {"weighting": "rates", "stream": "residual", "stop": "drawn", "estimator": "reinmax"}
         self.options |= {"temperature": 3.0, "num_steps": L * N, "seed": None, "rows_B": None} | options
 
     def rows(self, batch, **changes):
         g = torch.Generator().manual_seed(batch)
         dtype = self.experts.weights[0].dtype
-        hidden_BD = torch.randn(batch, self.experts.widths[0], generator=g, dtype=dtype)
-        entry_BN = torch.randn(batch, self.routing.num_experts, generator=g, dtype=dtype).softmax(-1)
-        return hidden_BD, entry_BN
+        return (4 * torch.randn(batch, self.gate.in_features, generator=g, dtype=dtype),)
 
-    def forward(self, *rows, **changes):
-        return operations.raytrace(self.routing, self.experts, *rows, **self.options | changes)
+    def forward(self, hidden_BD, **changes):
+        return operations.raytrace(*self.parts(hidden_BD), **self.options | changes)
 
-    def chosen(self, *rows, **changes):
-        return operations.raytrace.explain(self.routing, self.experts, *rows, **self.options | changes).name
+    def chosen(self, hidden_BD, **changes):
+        return operations.raytrace.explain(*self.parts(hidden_BD), **self.options | changes).name
+
+    def parts(self, hidden_BD):
+        return self.routing, self.experts, hidden_BD, (self.gate.weight, self.gate.bias, *self.sight)
 
 
 def in_steps(layer, *rows, **changes):
@@ -113,6 +116,8 @@ def test_new_parameters_are_seen():
     assert_seen()
     layer.routing.gate_first.data = 9 * torch.randn(8, 9, dtype=torch.float64)
     assert_seen()
+    layer.gate.bias += torch.randn(8, dtype=torch.float64)
+    assert_seen()
     twin = copy.deepcopy(layer)
     twin.experts.weights[0].zero_()
     assert_same(layer(*rows), in_steps(layer, *rows))
@@ -166,8 +171,36 @@ def test_what_one_call_cannot_do_the_parts_do():
         own(*rows)
 
 
-def test_a_wrong_shape_is_told():
+def test_a_gate_of_another_width_is_not_read():
     layer = Layer()
-    hidden_BD, _ = layer.rows(2)
-    with pytest.raises(ValueError, match=r"entry has shape \(2, 16\): must be \(batch, 8\)"):
-        layer(hidden_BD, hidden_BD)
+    layer.gate = nn.Linear(15, 8, dtype=torch.float64)
+    (rows,) = Layer().rows(2)
+    assert layer.chosen(rows) == "steps"
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer(rows)
+
+
+@pytest.mark.parametrize(("L", "N", "rank", "dtype"), [
+    (4, 8, 4, torch.float64), (4, 8, 4, torch.float32), (2, 3, 1, torch.float64), (3, 5, 70, torch.float64), (4, 16, 9, torch.float32),
+])  # fmt: skip
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_gates_that_see_the_input_do_so_in_the_one_call_too(L, N, rank, dtype, batch):
+    layer = Layer(L, N, dtype=dtype)
+    layer.sight = [torch.randn(rank, 16, dtype=dtype) / 8, torch.randn(L - 1, N, N + 1, rank, dtype=dtype) / 4]
+    rows = layer.rows(batch)
+    assert layer.chosen(*rows) == "cpp"
+    found, expected = layer(*rows), in_steps(layer, *rows)
+    layer.sight = []
+    assert not torch.equal(layer(*rows)[1].rates.output, found[1].rates.output)
+    if dtype == torch.float64:
+        assert_same(found, expected)
+    else:  # a tie may fall otherwise
+        same = (found[1].nodes == expected[1].nodes).all(-1)
+        assert same.double().mean() > 0.9
+        torch.testing.assert_close(found[0][same], expected[0][same], rtol=0, atol=1e-4)
+
+
+def test_gates_that_see_have_the_shapes_of_the_grid():
+    layer = Layer()
+    layer.sight = [torch.randn(4, 16, dtype=torch.float64), torch.randn(2, 8, 9, 4, dtype=torch.float64)]
+    assert layer.chosen(*layer.rows(3)) == "steps"

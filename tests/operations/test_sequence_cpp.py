@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from operations.both_paths import Case, assert_agree, compiled, make_case, run
 from raytraced import activation_sequence, operations
 from raytraced.operations import cpp_library
+from raytraced.sequence import unroll
 
 pytestmark = pytest.mark.skipif(not operations.available(), reason=f"compiled operations {operations.why_not()}")
 
-ESTIMATORS, SELECTS, STOPS = ("reinmax", "gumbel", "straight-through"), ("sample", "greedy"), ("drawn", "dominant")
+ESTIMATORS = ("reinmax", "gumbel", "straight-through", "none")
+SELECTS, STOPS = ("sample", "greedy"), ("drawn", "dominant")
 PRECISIONS = (torch.float32, torch.float64)
 
 
@@ -47,6 +49,7 @@ def test_every_option_agrees_with_the_plain_path(estimator, select, stop):
     max_experts=st.one_of(st.none(), st.integers(0, 20)),
     dtype=st.sampled_from(PRECISIONS),
     first_row=st.sampled_from((0, 17, 2**32 - 3, 2**40)),
+    sees=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_random_sizes_agree_with_the_plain_path(num_layers, num_experts, batch, **options):
@@ -55,8 +58,22 @@ def test_random_sizes_agree_with_the_plain_path(num_layers, num_experts, batch, 
 
 @pytest.mark.parametrize("num_experts", [1, 3, 4, 7, 8, 16, 32])
 def test_every_copy_and_every_fixed_size_agrees(instructions, num_experts):
+    for dtype, estimator, sees in product(PRECISIONS, ("reinmax", "none"), (False, True)):
+        assert_agree(make_case(3, num_experts, 10, dtype=dtype, max_experts=20, estimator=estimator, sees=sees))
+
+
+@pytest.mark.parametrize(("estimator", "select", "stop"), list(product(ESTIMATORS, SELECTS, STOPS)))
+def test_gates_that_see_the_input_agree_with_the_plain_path(estimator, select, stop):
     for dtype in PRECISIONS:
-        assert_agree(make_case(3, num_experts, 10, dtype=dtype, max_experts=20))
+        assert_agree(make_case(4, 8, 24, estimator=estimator, select=select, stop=stop, dtype=dtype, sees=True))
+
+
+def test_without_an_estimator_masks_are_constants_on_both_paths():
+    routing, entry_BN, options = make_case(3, 5, 9, estimator="none")
+    for path in (unroll, compiled):
+        route = path(routing, entry_BN, **options)
+        assert not route.active.requires_grad
+        assert route.rates.nodes.requires_grad
 
 
 def test_a_thousand_samples_draw_as_the_plain_path_and_ties_are_rare():
@@ -136,7 +153,7 @@ def test_rates_that_are_no_distribution_do_no_harm(value):
         sequence = compiled(routing, entry_BN, **options)
         assert bool(((sequence.active == 0) | (sequence.active == 1)).all())
         assert torch.equal(sequence.active.sum((1, 2)).long(), sequence.num_active)
-        sequence.active.sum().backward()
+        (sequence.active + sequence.rates.nodes).sum().backward()
 
 
 def test_a_wrong_shape_is_told():
@@ -149,7 +166,7 @@ def test_the_library_is_chosen_and_gives_the_plain_paths_result():
     routing, entry_BN, _ = make_case(4, 8, 50)
 
     def draw():
-        return activation_sequence(routing, entry_BN, generator=torch.Generator().manual_seed(3))
+        return activation_sequence(routing, entry_BN, estimator="reinmax", generator=torch.Generator().manual_seed(3))
 
     with operations.use("plain"):
         plain = draw()

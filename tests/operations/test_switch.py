@@ -91,16 +91,16 @@ def test_the_environment_forces_too(monkeypatch):
 
 def test_a_word_in_the_environment_that_is_none_is_told(monkeypatch):
     monkeypatch.setenv(operation.VARIABLE, "quick")
-    with pytest.raises(ValueError, match="RAYTRACED_OPERATIONS='quick': must be one of cpp, dense, plain"):
+    with pytest.raises(ValueError, match="RAYTRACED_OPERATIONS='quick': must be one of cpp, dense, grouped, plain"):
         operations.experts(*grid())
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"word": "quick"}, "use='quick': must be one of cpp, dense, plain, sparse"),
+        ({"word": "quick"}, "use='quick': must be one of cpp, dense, grouped, plain, sharded, sparse"),
         ({"expert": "sparse"}, "expert='sparse': is no operation; must be one of sequence, experts"),
-        ({"experts": "steps"}, "experts='steps': must be one of cpp, dense, plain, sparse$"),
+        ({"experts": "steps"}, "experts='steps': must be one of cpp, dense, grouped, plain, sharded, sparse$"),
     ],
 )
 def test_a_mistake_in_the_switch_is_told(words, message):
@@ -125,8 +125,8 @@ def test_an_implementation_forced_on_what_it_cannot_run_says_so_in_one_line():
 
 @needs_library
 def test_a_composed_operation_obeys_in_its_parts():
-    (routing, entry_BN), options = case()
-    args = (routing, MLPExperts(3, 4, 5), torch.randn(6, 5), entry_BN)
+    (routing, _), options = case()
+    args = (routing, MLPExperts(3, 4, 5), torch.randn(6, 5), (torch.randn(4, 5), torch.randn(4)))
     with torch.no_grad():
         for word in ("plain", "cpp"):
             with operations.use(word):

@@ -35,21 +35,19 @@ def experts_layer(hidden_BD):
     return operations.experts_layer(apart, 1, hidden_BD, ACTIVE[:, 1], ACTIVE[:, 1]).sin().sum()
 
 
-def raytrace(entry_BN):
-    hidden_BD, _ = operations.raytrace(
-        ROUTING, MLP, torch.ones(6, 5, dtype=torch.float64), entry_BN, weighting="rates", stream="last", **OPTIONS
-    )
+def raytrace(hidden_BD):
+    hidden_BD, _ = operations.raytrace(ROUTING, MLP, hidden_BD, GATE, weighting="rates", stream="last", **OPTIONS)
     return hidden_BD.sin().sum()
 
 
-MLP = MLPExperts(3, 4, 5).double()
+MLP, GATE = MLPExperts(3, 4, 5).double(), (torch.randn(4, 5, dtype=torch.float64), torch.randn(4, dtype=torch.float64))
 
 
 def convolution(images):
     return operations.convolution(images, FILTERS, BIASES).sin().sum()
 
 
-CASES = [(sequence, ENTRY), (experts, HIDDEN), (experts_layer, HIDDEN), (raytrace, ENTRY), (convolution, IMAGES)]
+CASES = [(sequence, ENTRY), (experts, HIDDEN), (experts_layer, HIDDEN), (raytrace, HIDDEN), (convolution, IMAGES)]
 
 
 def expected_gradient(function, x):

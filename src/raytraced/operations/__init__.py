@@ -22,18 +22,29 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from raytraced.grid import Apart, Experts, MLPExperts, Stream, run_dense, run_layer_dense, run_layer_sparse, run_sparse
-from raytraced.operations import cpp_convolution, cpp_experts, cpp_library, cpp_raytrace, cpp_sequence
+from raytraced.operations import (
+    cpp_convolution,
+    cpp_experts,
+    cpp_library,
+    cpp_raytrace,
+    cpp_sequence,
+    grouped_experts,
+    sharded_experts,
+    triton_sequence,
+)
 from raytraced.operations.cpp_gradients import unstacked as unstacked
 from raytraced.operations.operation import OPERATIONS as OPERATIONS
 from raytraced.operations.operation import Implementation, Operation, use
-from raytraced.routing import RoutingNetwork
+from raytraced.routing import RoutingNetwork, entry_rates, sight_logits
 from raytraced.sequence import WEIGHTINGS, Route, any_seen, unroll
 
-# sequence(routing, entry_BN, *, stop, estimator, temperature, num_steps, seed, rows_B) -> Route
+# sequence(routing, entry_BN, *, sight_BLNO, stop, estimator, temperature, num_steps, seed, rows_B) -> Route
 sequence = Operation(
     "sequence",
     # one call, some twenty times faster: ordinary CPU tensors in single or double precision
     Implementation("cpp", cpp_sequence.run, cannot=cpp_sequence.cannot),
+    # one launch forward, one backward: tensors on a GPU, where triton is installed
+    Implementation("triton", triton_sequence.run, cannot=triton_sequence.cannot),
     # Algorithm 1 step by step: any device and precision
     Implementation("plain", unroll, "plain"),
 )
@@ -50,8 +61,10 @@ def _unseen(active: Tensor) -> str | None:
 
 
 def _prefer_dense(
-    experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream
+    experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream, looks: bool = False
 ) -> str | None:
+    if sharded_experts.cannot(experts) is None:
+        return "experts are on several processes"
     if torch.compiler.is_compiling():  # a size that were compared would be the only one that an exported layer takes
         return _unseen(active_BLN)
     # Modules are run one by one anyway: each on its own rows.
@@ -66,13 +79,18 @@ def _prefer_dense_layer(
     return _unseen(active_BN)
 
 
-# experts(experts, hidden_BD, active_BLN, weights_BLN, stream) -> hidden_BD: a grid of which it is known who runs
+# experts(experts, hidden_BD, active_BLN, weights_BLN, stream, looks=False) -> hidden_BD: a grid of which it is known who
+# runs; with looks, what hidden_BD would be after each layer (L, B, D)
 experts = Operation(
     "experts",
     # each MLP expert on its own rows in one call, at any size: ordinary CPU tensors of one precision
     Implementation("cpp", cpp_experts.run, cannot=cpp_experts.cannot),
+    # the same in grouped products that ask nothing of the device: a GPU in bfloat16
+    Implementation("grouped", grouped_experts.run, cannot=grouped_experts.cannot, unless=grouped_experts.unless),
     # each expert on its own rows: large layers, and experts of one's own
     Implementation("sparse", run_sparse, "plain", unless=_prefer_dense),
+    # rows travel to experts on other processes: grids that training/expert_parallel.py shared out
+    Implementation("sharded", sharded_experts.run, "plain", cannot=sharded_experts.cannot),
     # all experts on all rows, masked: small layers, and where it cannot be seen who is active
     Implementation("dense", run_dense, "plain"),
 )
@@ -82,6 +100,9 @@ experts = Operation(
 experts_layer = Operation(
     "experts_layer",
     Implementation("cpp", cpp_experts.run_layer, cannot=cpp_experts.cannot_layer),
+    Implementation(
+        "grouped", grouped_experts.run_layer, cannot=grouped_experts.cannot_layer, unless=grouped_experts.unless_layer
+    ),
     Implementation("sparse", run_layer_sparse, "plain", unless=_prefer_dense_layer),
     Implementation("dense", run_layer_dense, "plain"),
 )
@@ -91,25 +112,28 @@ def raytrace_in_steps(
     routing: RoutingNetwork,
     grid: Experts,
     hidden_BD: Tensor,
-    entry_BN: Tensor,
+    maps: tuple[Tensor, ...],
     *,
     weighting: str,
     stream: Stream,
     **options: Any,
 ) -> tuple[Tensor, Route]:
-    """Find every row's sequence, weigh its experts and run them."""
-    route = sequence(routing, entry_BN, **options)
+    """Let rays in, find every row's sequence, weigh its experts and run them."""
+    weight_ND, bias_N, *seen = maps
+    sight_BLNO = sight_logits(hidden_BD, *seen) if seen else None
+    route = sequence(routing, entry_rates(hidden_BD, weight_ND, bias_N), sight_BLNO=sight_BLNO, **options)
     assert route.rates is not None
     weights_BLN = WEIGHTINGS[weighting](route.active, route.rates.nodes)
     return experts(grid, hidden_BD, route.active, weights_BLN, stream), route
 
 
-# raytrace(routing, grid, hidden_BD, entry_BN, *, weighting, stream, … as sequence) -> (hidden_BD, Route)
+# raytrace(routing, grid, hidden_BD, maps, *, weighting, stream, … as sequence) -> (hidden_BD, Route)
+# maps: the entry gate's (weight_ND, bias_N), and where gates see the hidden vector also (weight_RD, weight_LNOR)
 raytrace = Operation(
     "raytrace",
     # all of it in one call: up to 64 rows through small experts without gradients, where calls cost more than arithmetic
     Implementation("cpp", cpp_raytrace.run, cannot=cpp_raytrace.cannot, unless=cpp_raytrace.unless, declines=True),
-    # `sequence`, then the weighting, then `experts`, each by its own choice
+    # the entry gate, `sequence`, the weighting, `experts`, each by its own choice
     Implementation("steps", raytrace_in_steps, "steps"),
 )
 
@@ -138,6 +162,11 @@ def available() -> bool:
 def why_not() -> str | None:
     """Why they are not, None if they are."""
     return cpp_library.reason
+
+
+def instructions() -> str | None:
+    """The processor's instructions that they use, "avx2" or "baseline"; None where there are none."""
+    return None if cpp_library.instructions is None else cpp_library.instructions().decode()
 
 
 def count_multiply_adds(run: Callable[[], object]) -> int:

@@ -30,7 +30,9 @@ class Args(ctypes.Structure):
 
     _fields_ = [
         *fields("batch layers experts linears is_double stream threads chunk num_chunks", Int),
-        *fields("rows offsets mix hidden states out results grad_out grad_hidden grad_mix grad_results", Pointer),
+        *fields(
+            "rows offsets mix hidden states out results grad_out grad_states grad_hidden grad_mix grad_results", Pointer
+        ),
         ("widths", ctypes.POINTER(Int)),
         *fields("parameters inner gradients", Table),
     ]
@@ -82,7 +84,7 @@ def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyp
     if keep:
         rest["inner"] = table(inner)
     library.run(_forward, "experts", make_args((B, L, N), stream, chunk, parameters, **rest))
-    return [out, *kept, *inner] if keep else [out]
+    return [out, kept[0], *kept, *inner] if keep else [out, kept[0]]
 
 
 def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[no-untyped-def]
@@ -94,7 +96,8 @@ def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[
     for weight, home in zip_longest(weights, homes):
         gradients.append(empty_gradient(weight) if home is None else home.place(layer))
     gradients += [empty_gradient(bias) for bias in biases]
-    names = ("hidden", "mix", *_KEPT, "grad_out", "grad_hidden", "grad_mix", "grad_results")
+    names = ("hidden", "mix", *_KEPT, "grad_out", "grad_states", "grad_hidden", "grad_mix", "grad_results")
+    grads = [torch.zeros_like(hidden) if grads[0] is None else grads[0], grads[1]]
     rest = point(names, (hidden, mix, *kept[:4], *grads, *gradients[:3]))
     rest |= {"inner": table(kept[4:]), "gradients": table(gradients[3:])}
     shape = _shape(mix)
@@ -104,10 +107,15 @@ def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[
 
 
 def _empty(spec, data, tensors) -> list[Tensor]:  # type: ignore[no-untyped-def]
-    return [torch.empty_like(tensors[0], memory_format=torch.contiguous_format)]
+    hidden, num_layers = tensors[0], _shape(tensors[1])[1]
+    num_states = num_layers if STREAMS[int(spec[0])] == "skip-sum" else num_layers - 1
+    return [
+        torch.empty_like(hidden, memory_format=torch.contiguous_format),
+        hidden.new_empty(num_states, *hidden.shape),
+    ]
 
 
-call = LibraryCall("experts", forward, backward, _empty)
+call = LibraryCall("experts", forward, backward, _empty, num_answers=2, num_returned=2)
 
 
 def _unfit(hidden: Tensor, mix: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> str | None:
@@ -120,19 +128,27 @@ def _unfit(hidden: Tensor, mix: Tensor, weights: Sequence[Tensor], biases: Seque
     return library.why_unfit((hidden, mix, *weights, *biases))
 
 
-def cannot(experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream) -> str | None:
+def cannot(
+    experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream, looks: bool = False
+) -> str | None:
     """Why the library cannot run this grid."""
     if not isinstance(experts, MLPExperts):
         return "experts of one's own"
     return _unfit(hidden_BD, weights_BLN, *experts.stacks())
 
 
-def run(experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream) -> Tensor:
+def run(
+    experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream, looks: bool = False
+) -> Tensor:
     """What `raytraced.grid.run_dense` computes, with each expert on its own rows."""
     assert isinstance(experts, MLPExperts)
     active_BLN, weights_BLN = active_BLN.detach().to(hidden_BD.dtype), weights_BLN.to(hidden_BD.dtype)
     weights, biases = experts.stacks()
-    return call((STREAMS.index(stream),), (active_BLN,), hidden_BD, weights_BLN, *weights, *biases)[0]
+    out_BD, states = call((STREAMS.index(stream),), (active_BLN,), hidden_BD, weights_BLN, *weights, *biases)
+    if not looks:
+        return out_BD
+    above = states[: experts.num_layers - 1]
+    return torch.cat((above.cumsum(0) if stream == "skip-sum" else above, out_BD[None]))
 
 
 def cannot_layer(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor) -> str | None:

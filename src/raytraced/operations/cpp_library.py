@@ -30,7 +30,8 @@ def _share_team(library: ctypes.CDLL) -> None:
 
 def _load() -> tuple[ctypes.CDLL | None, str | None]:
     folder = Path(__file__).parent
-    path = next((p for suffix in EXTENSION_SUFFIXES if (p := folder / f"_cpu{suffix}").exists()), None)
+    # the general ending first: a file for one Python alone is left from an older build
+    path = next((p for suffix in reversed(EXTENSION_SUFFIXES) if (p := folder / f"_cpu{suffix}").exists()), None)
     reason, remedy = "not built (no C++ compiler at install time?)", "install g++ and reinstall"
     if path is not None:
         try:
@@ -55,6 +56,9 @@ def bind(name: str, *argument_types: Any, result: Any = ctypes.c_int) -> Any:
     function = getattr(cpu, name)
     function.argtypes, function.restype = argument_types, result
     return function
+
+
+instructions = bind("raytraced_instructions", result=ctypes.c_char_p)
 
 
 def fields(names: str, kind: Any) -> list[tuple[str, Any]]:
@@ -86,6 +90,11 @@ def why_unfit(given: Iterable[Tensor | None], dtype: torch.dtype | None = None) 
     tensors = [tensor for tensor in given if tensor is not None]
     if not all([tensor.is_cpu for tensor in tensors]):
         return "a tensor is not on the CPU"
+    return why_unreadable(tensors, dtype)
+
+
+def why_unreadable(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> str | None:
+    """Why no kernel can read these tensors, on whatever device: it needs their memory (of one precision, where it is given)."""
     if dtype is not None and any([tensor.dtype is not dtype for tensor in tensors]):
         return "tensors of several precisions"
     if torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""Sequence, weights and experts in one library call, for batches so small that the calls would cost the most.
+"""Entry gate, sequence, weights and experts in one library call, for batches so small that the calls would cost the most.
 
 Axes: B batch, L layers, N experts a layer, D width.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from raytraced.grid import Experts, MLPExperts, Stream
 from raytraced.operations import cpp_experts, cpp_sequence
 from raytraced.operations import cpp_library as library
-from raytraced.operations.cpp_library import Int
+from raytraced.operations.cpp_library import Int, Pointer
 from raytraced.routing import RoutingNetwork
 from raytraced.sequence import WEIGHTINGS, Route, rates_to_one_weights, rates_weights, unit_weights
 
@@ -23,10 +23,15 @@ _MOST_WEIGHTS = 2**14  # of one expert: larger ones are not what takes the time 
 # The numbers of cpu/raytrace.cpp.
 _WEIGHTINGS: dict[Callable[..., Tensor] | None, int] = {unit_weights: 0, rates_to_one_weights: 1, rates_weights: 2}
 
-_raytrace = library.bind("raytraced_raytrace", ctypes.POINTER(cpp_sequence.Args), ctypes.POINTER(cpp_experts.Args), Int)
+Maps = tuple[
+    Tensor, ...
+]  # of the hidden vector: the entry gate's (N, D) and (N,); if gates see it, (R, D) and (L−1, N, O, R)
+
+_structs = ctypes.POINTER(cpp_sequence.Args), ctypes.POINTER(cpp_experts.Args)
+_raytrace = library.bind("raytraced_raytrace", *_structs, Int, *[Pointer] * 4, Int)
 
 
-def unless(routing: RoutingNetwork, grid: Experts, hidden_BD: Tensor, entry_BN: Tensor, **options: Any) -> str | None:
+def unless(routing: RoutingNetwork, grid: Experts, hidden_BD: Tensor, maps: Maps, **options: Any) -> str | None:
     """Why the parts one by one are better."""
     if torch.compiler.is_compiling():
         return "torch.compile and torch.export see the parts as operators"
@@ -38,7 +43,13 @@ def unless(routing: RoutingNetwork, grid: Experts, hidden_BD: Tensor, entry_BN: 
 
 
 def cannot(
-    routing: RoutingNetwork, grid: Experts, hidden_BD: Tensor, entry_BN: Tensor, *, weighting: str, **options: Any
+    routing: RoutingNetwork,
+    grid: Experts,
+    hidden_BD: Tensor,
+    maps: Maps,
+    *,
+    weighting: str,
+    **options: Any,
 ) -> str | None:
     """Why it is not possible."""
     if torch.is_grad_enabled():
@@ -51,11 +62,16 @@ def cannot(
         return "experts of one's own"
     if hidden_BD.dtype not in library.PRECISIONS:
         return "hidden vectors in half precision"
+    (_, D), (L, N), (gate_ND, _, *seen) = hidden_BD.shape, (routing.num_layers, routing.num_experts), maps
+    if gate_ND.shape != (N, D) or grid.widths[0] != D or (seen and seen[0].shape[1] != D):
+        return "a gate or experts of another width"
+    if seen and (L == 1 or seen[1].shape != (L - 1, N, N + 1, len(seen[0]))):
+        return "gates of another grid"
     weights, biases = grid.stacks()
-    parameters = [t for t in (*weights, *biases, routing.gate_first, routing.gate_inner) if t is not None]
+    parameters = [t for t in (*weights, *biases, *maps, routing.gate_first, routing.gate_inner) if t is not None]
     if not all([parameter.is_contiguous() for parameter in parameters]):
         return "parameters that are not contiguous"
-    return library.why_unfit((hidden_BD, entry_BN, *parameters), hidden_BD.dtype)
+    return library.why_unfit((hidden_BD, *parameters), hidden_BD.dtype)
 
 
 class _Told(NamedTuple):
@@ -74,39 +90,45 @@ def run(
     routing: RoutingNetwork,
     grid: Experts,
     hidden_BD: Tensor,
-    entry_BN: Tensor,
+    maps: Maps,
     *,
     weighting: str,
     stream: Stream,
     **options: Any,
 ) -> tuple[Tensor, Route]:
-    """Hidden vectors (B, D) and entry rates (B, N) -> hidden vectors (B, D) and what was activated."""
+    """Hidden vectors (B, D) -> hidden vectors (B, D) and what was activated."""
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not isinstance(grid, MLPExperts):
         return NotImplemented
-    spec, data, tensors = cpp_sequence.describe(routing, entry_BN, **options)
-    weights, biases = grid.stacks()
-    parameters, number = [*weights, *biases, *tensors[1:]], _WEIGHTINGS.get(WEIGHTINGS.get(weighting))
-    if library.why_unfit((hidden_BD, entry_BN), hidden_BD.dtype) is not None:
+    if library.why_unfit((hidden_BD,), maps[0].dtype) is not None:
         return NotImplemented
+    (B, _), (L, N), rank = hidden_BD.shape, (routing.num_layers, routing.num_experts), len(maps[2]) if maps[2:] else 0
+    entry_BN, sight_BLNO = hidden_BD.new_empty(B, N), hidden_BD.new_empty(B, L - 1, N, N + 1) if rank else None
+    spec, data, tensors = cpp_sequence.describe(routing, entry_BN, sight_BLNO=sight_BLNO, **options)
+    weights, biases = grid.stacks()
+    gates = tensors[2 if rank else 1 :]  # without what the library fills in, entry and sight
+    parameters, number = [*weights, *biases, *maps, *gates], _WEIGHTINGS.get(WEIGHTINGS.get(weighting))
     try:
         places = [(id(parameter), parameter.data_ptr(), parameter.is_contiguous()) for parameter in parameters]
     except RuntimeError:  # inside a transform of torch.func
         return NotImplemented
-    told, key = _told.get(grid), (entry_BN.shape, hidden_BD.dtype, number, stream, spec, places)
+    told, key = _told.get(grid), (entry_BN.shape, hidden_BD.shape, hidden_BD.dtype, number, stream, spec, places)
     if told is None or told.key != key:
-        if cannot(routing, grid, hidden_BD, entry_BN, weighting=weighting) is not None:
+        if cannot(routing, grid, hidden_BD, maps, weighting=weighting) is not None:
             return NotImplemented
-        sequence, (B, N) = cpp_sequence.make_args(spec, [], tensors), entry_BN.shape
-        shape, stream_number = (B, routing.num_layers, N), cpp_experts.STREAMS.index(stream)
+        sequence = cpp_sequence.make_args(spec, [], tensors)
+        shape, stream_number = (B, L, N), cpp_experts.STREAMS.index(stream)
         experts = cpp_experts.make_args(shape, stream_number, B, [*weights, *biases])
         sequence.threads = experts.threads = 1
         told = _told[grid] = _Told(key, parameters, sequence, experts)
     sequence = cpp_sequence.Args.from_buffer_copy(told.sequence)
     experts = cpp_experts.Args.from_buffer_copy(told.experts)
-    hidden_BD, entry_BN = hidden_BD.contiguous(), entry_BN.contiguous()
+    hidden_BD = hidden_BD.contiguous()
     out_BD, route = torch.empty_like(hidden_BD), cpp_sequence.empty(spec, data, tensors)
     sequence.entry, experts.hidden, experts.out = entry_BN.data_ptr(), hidden_BD.data_ptr(), out_BD.data_ptr()
+    if sight_BLNO is not None:
+        sequence.sight = sight_BLNO.data_ptr()
     for name, tensor in zip((*cpp_sequence.ROUTE, *cpp_sequence.DATA), (*route, *data), strict=False):
         setattr(sequence, name, tensor.data_ptr())
-    library.run(_raytrace, "raytraced experts", sequence, experts, number)
+    pointers = [one.data_ptr() for one in maps] + [0] * (4 - len(maps))
+    library.run(_raytrace, "raytraced experts", sequence, experts, number, *pointers, rank)
     return out_BD, cpp_sequence.as_route(route)

@@ -15,7 +15,7 @@ from raytraced.operations.cpp_library import Float, Int, LibraryCall, Pointer, f
 from raytraced.routing import Rates, RoutingNetwork
 from raytraced.sequence import RATE_FLOOR, Estimator, Route, Stop
 
-ESTIMATORS = ("straight-through", "reinmax", "gumbel")  # the numbers of cpu/sequence.h
+ESTIMATORS = ("straight-through", "reinmax", "gumbel", "none")  # the numbers of cpu/sequence.h
 STOPS = ("drawn", "dominant")
 
 
@@ -25,17 +25,18 @@ class Args(ctypes.Structure):
     _fields_ = [
         *fields("batch layers experts steps is_double estimator stop threads", Int),
         *fields("temperature rate_floor", Float),
-        *fields("first inner entry seed rows active nodes num_active rates output", Pointer),
-        *fields("grad_active grad_rates grad_output grad_first grad_inner grad_entry", Pointer),
+        *fields("first inner entry sight seed rows active nodes num_active rates output", Pointer),
+        *fields("grad_active grad_rates grad_output grad_first grad_inner grad_entry grad_sight", Pointer),
     ]
 
 
 _forward = library.bind("raytraced_sequence_forward", ctypes.POINTER(Args))
 _backward = library.bind("raytraced_sequence_backward", ctypes.POINTER(Args))
 
-# What a call is given and gives: spec (L, T, estimator, stop, temperature), data, tensors, and the tensors of a route.
+# What a call is given and gives: spec (L, T, estimator, stop, temperature, sees), data, tensors, and those of a route.
 DATA = ("seed", "rows")  # no seed: greedy; no rows: 0 … B − 1
-_TENSORS = ("entry", "first", "inner")  # (B, N), (N, O), (L − 2, N, O, N); gates as far as there are any
+# (B, N), (N, O), (L − 2, N, O, N), gates as far as there are any; and, if gates see the input, (B, L − 1, N, O)
+_TENSORS = {False: ("entry", "first", "inner"), True: ("entry", "sight", "first", "inner")}
 ROUTE = ("active", "rates", "output", "nodes", "num_active")
 
 
@@ -49,6 +50,7 @@ def describe(
     num_steps: int,
     seed: Tensor | None,
     rows_B: Tensor | None,
+    sight_BLNO: Tensor | None = None,
 ) -> tuple[tuple[Any, ...], list[Tensor], list[Tensor]]:
     """The arguments of the operation as spec, data and tensors."""
     if entry_BN.ndim != 2 or entry_BN.shape[1] != routing.num_experts:
@@ -56,27 +58,31 @@ def describe(
             f"entry has shape {tuple(entry_BN.shape)}: must be (batch, {routing.num_experts}), "
             "one rate for each expert of the first layer"
         )
-    spec = routing.num_layers, num_steps, ESTIMATORS.index(estimator), STOPS.index(stop), float(temperature)
+    numbers = routing.num_layers, num_steps, ESTIMATORS.index(estimator), STOPS.index(stop)
+    sees = sight_BLNO is not None and routing.num_layers > 1
     data = (
         [] if seed is None else [seed] if rows_B is None else [seed, rows_B.to(seed.device, torch.int64).contiguous()]
     )
     first, inner = routing.gate_first, routing.gate_inner
     tensors = [entry_BN] if first is None else [entry_BN, first] if inner is None else [entry_BN, first, inner]
-    if first is not None and first.dtype != entry_BN.dtype:
+    if sees:
+        assert sight_BLNO is not None
+        tensors.insert(1, sight_BLNO)
+    if first is not None and (first.dtype != entry_BN.dtype or sees):
         tensors = [tensor.to(entry_BN.dtype) for tensor in tensors]
-    return spec, data, tensors
+    return (*numbers, float(temperature), sees), data, tensors
 
 
 def make_args(spec: Sequence[float], data: Sequence[Tensor], tensors: Sequence[Tensor], **pointers: int) -> Args:
     """What the library is told."""
-    L, T, estimator, stop, temperature = spec
+    L, T, estimator, stop, temperature, sees = spec
     B, N = tensors[0].shape
     return Args(
         *(B, int(L), N, int(T), tensors[0].dtype == torch.float64, int(estimator), int(stop), torch.get_num_threads()),
         temperature,
         RATE_FLOOR,
         **point(DATA, data),
-        **point(_TENSORS, tensors),
+        **point(_TENSORS[bool(sees)], tensors),
         **pointers,
     )
 
@@ -96,9 +102,9 @@ def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyp
 
 
 def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[no-untyped-def]
-    """Gradients of the entry and of the gates, back through every draw."""
+    """Gradients of the entry and of the gates, back through every draw, or through the final set's rates alone."""
     gradients = [torch.empty_like(tensor) for tensor in tensors]
-    names = (*(f"grad_{name}" for name in ROUTE[:3]), *(f"grad_{name}" for name in _TENSORS))
+    names = (*(f"grad_{name}" for name in ROUTE[:3]), *(f"grad_{name}" for name in _TENSORS[bool(spec[5])]))
     args = make_args(spec, data, tensors, **point(ROUTE[3:], kept), **point(names, (*grads, *gradients)))
     library.run(_backward, "activation sequence", args)
     return gradients
@@ -113,14 +119,17 @@ def as_route(tensors: Sequence[Tensor]) -> Route:
     return Route(active_BLN, nodes_BT, num_active_B, Rates(rates_BLN, output_B))
 
 
-def cannot(routing: RoutingNetwork, entry_BN: Tensor, **options: object) -> str | None:
+def cannot(
+    routing: RoutingNetwork, entry_BN: Tensor, *, sight_BLNO: Tensor | None = None, **options: object
+) -> str | None:
     """Why the library cannot find these sequences."""
     if entry_BN.dtype not in library.PRECISIONS:
         return "entry rates in half precision"
-    return library.why_unfit((entry_BN, routing.gate_first, routing.gate_inner))
+    return library.why_unfit((entry_BN, sight_BLNO, routing.gate_first, routing.gate_inner))
 
 
 def run(routing: RoutingNetwork, entry_BN: Tensor, **options: Any) -> Route:
     """What `raytraced.sequence.unroll` computes."""
     spec, data, tensors = describe(routing, entry_BN, **options)
-    return as_route(call(spec, data, *tensors))
+    route = as_route(call(spec, data, *tensors))
+    return route._replace(active=route.active.detach()) if options["estimator"] == "none" else route

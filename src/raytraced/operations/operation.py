@@ -63,7 +63,8 @@ class Operation(Generic[P, R]):
         return Explanation(implementation.name, reason)
 
     def _choose(self, *args: P.args, **kwargs: P.kwargs) -> tuple[Implementation[P, R], str]:
-        able, refusals = [], list[str]()
+        able: list[Implementation[P, R]] = []
+        refusals: list[str] = []
         for implementation in self.allowed():
             better, unable = implementation.unless(*args, **kwargs), implementation.cannot(*args, **kwargs)
             if better is None and unable is None:

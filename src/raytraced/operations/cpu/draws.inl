@@ -1,4 +1,4 @@
-// One draw among the candidates, as _choose and _apply_stop in sequence.py define it.
+// One draw among the candidates, as _choose and apply_stop in sequence.py define it.
 // Axes: L layers, N experts a layer (P with padding), K = M + 1 candidates (the nodes, then the output node).
 #pragma once
 

@@ -16,6 +16,7 @@ struct ExpertsArgs {
   void *states, *out;        // what each layer gives, (L, B, D), the last only for SKIP_SUM; (B, D)
   void* results;             // of each pair, (P, D)
   const void* grad_out;      // (B, D); null in the forward pass
+  const void* grad_states;   // as `states`, null for zeros; what is there for the last layer is not read
   void *grad_hidden, *grad_mix, *grad_results;  // (B, D), (B, L, N), (P, D)
   const long long* widths;  // (J + 1)
   // Tables of pointers: J weights (L, N, O, K), then J biases (L, N, O); the hidden activations of each pair, J - 1 times

@@ -178,6 +178,9 @@ template <typename T> struct Experts {
         const T* result = (const T*)args.grad_results + pair * D;
         for (i64 d = 0; d < D; ++d) grad[row * D + d] += result[d];
       });
+    if (!layer || !args.grad_states) return;
+    const T* looked_at = (const T*)args.grad_states + (layer - 1) * args.batch * D;
+    for (i64 i = begin * D; i < end * D; ++i) grad[i] += looked_at[i];
   }
 
   static void reduce(const ExpertsArgs& args, const void* partial, i64 node) {

@@ -81,7 +81,7 @@ extern "C" int raytraced_sequence_forward(const raytraced::SequenceArgs* args) {
 extern "C" int raytraced_sequence_backward(const raytraced::SequenceArgs* args) {
   using namespace raytraced;
   Batch batch(*args);
-  for (long long b = 0; b < args->batch; ++b)
+  for (long long b = 0; b < args->batch && args->estimator != NONE; ++b)
     if (args->num_active[b] > batch.max_active) batch.max_active = args->num_active[b];
   batch.gradient_bytes = batch.kernel.gradient_bytes(*args);
   const long long num_gradients = batch.num_ranges ? batch.num_ranges : 1;

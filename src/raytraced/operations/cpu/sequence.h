@@ -4,7 +4,7 @@
 
 namespace raytraced {
 
-enum Estimator : long long { STRAIGHT_THROUGH = 0, REINMAX = 1, GUMBEL = 2 };
+enum Estimator : long long { STRAIGHT_THROUGH = 0, REINMAX = 1, GUMBEL = 2, NONE = 3 };
 enum Stop : long long { DRAWN = 0, DOMINANT = 1 };
 
 // As class Args in cpp_sequence.py; every field takes 8 bytes, tensors are contiguous.
@@ -12,13 +12,14 @@ struct SequenceArgs {
   long long batch, layers, experts, steps, is_double, estimator, stop, threads;
   double temperature, rate_floor;
   const void *first, *inner, *entry;  // gates (N, O) and (L-2, N, O, N), entry rates (B, N)
+  const void* sight;                  // (B, L-1, N, O): what the gates see of the input, added to their logits; null for nothing
   const long long *seed, *rows;       // one number, null for greedy; (B,), null for 0 ... B-1
   void* active;                       // (B, M)
   long long *nodes, *num_active;      // (B, T), (B,)
   void *rates, *output;               // (B, M), (B,)
   // The backward pass reads nodes and num_active; a null gradient is zero.
   const void *grad_active, *grad_rates, *grad_output;
-  void *grad_first, *grad_inner, *grad_entry;
+  void *grad_first, *grad_inner, *grad_entry, *grad_sight;
 };
 
 // The gates in the layouts of the kernel, rows padded with zeros to whole vectors. All but `inputs` are multiplied by

@@ -2,6 +2,8 @@
 // Axes: L layers, N experts a layer (P with padding), O = N + 1 outlets, K = M + 1 candidates.
 #pragma once
 
+#include <cstring>
+
 #include "draws.inl"
 #include "replay.inl"
 
@@ -41,6 +43,7 @@ template <class S> struct Backward {
   T *common, *inner, *one_out;  // (P): see `routing`
   T *grad_entry, *grad_first;   // (P): directly, and through the first layer's gates
   T* work;                      // (2 L, P)
+  T* grad_sight;                // (L-1, N, O) of this sample, or null
   Draw<S> draw;
 
   Backward(const SequenceArgs& args, const PackedGates& gates, Pieces& pieces, void* gradient_memory, i64 max_active)
@@ -74,6 +77,11 @@ template <class S> struct Backward {
     const int N = size.N(), P = size.P();
     T* logits = grad_logits + ((i64)l * P + i) * P;
     const T out = grad_out[l * P + i];
+    if (grad_sight) {
+      T* seen = grad_sight + ((i64)l * N + i) * (N + 1);
+      for (int o = 0; o < N; ++o) seen[o] += logits[o];
+      seen[N] += out;
+    }
     const int* slot = replay.slots + step * size.L;
     if (l == 0) {
       const T rate = replay.rates[i];
@@ -294,7 +302,11 @@ template <class S> struct Backward {
     const int L = size.L, N = size.N(), P = size.P(), M = L * N;
     const i64 num_active = args.num_active[b];
     const i64* nodes = args.nodes + b * args.steps;
-    replay.start((const T*)args.entry + b * N);
+    const i64 num_seen = (i64)(L - 1) * N * (N + 1);
+    grad_sight = args.grad_sight ? (T*)args.grad_sight + b * num_seen : nullptr;
+    if (grad_sight) std::memset(grad_sight, 0, num_seen * sizeof(T));
+    replay.start(b);
+    if (args.estimator == NONE) return run_final(b, nodes, num_active);
     for (i64 step = 0; step < num_active; ++step) replay.activate((int)nodes[step] / N, (int)nodes[step] % N, step);
 
     draw.row = args.rows ? (u64)args.rows[b] : (u64)b;
@@ -314,6 +326,19 @@ template <class S> struct Backward {
         for (int v = 0; v < size.vectors(); ++v)
           S::store(grad_entry + v * W, S::load(grad_entry + v * W) + S::load(grad_rates + v * W));
     }
+    T* entry = (T*)args.grad_entry + b * N;
+    for (int i = 0; i < N; ++i) entry[i] = grad_entry[i] + grad_first[i];
+  }
+
+  // No gradient through the draws: one pass back through the routing under the final set.
+  void run_final(i64 b, const i64* nodes, i64 num_active) {
+    const int L = size.L, N = size.N(), P = size.P();
+    replay.settle(nodes, num_active);
+    for (int i = 0; i < P; ++i) grad_entry[i] = 0, grad_first[i] = 0;
+    arrive(grad_rates, (const T*)args.grad_rates, b);
+    routing(0, args.grad_output ? ((const T*)args.grad_output)[b] : 0, false);
+    for (int l = 0; l < L - 1; ++l)
+      for (int s = 0; s < replay.count[l]; ++s) flush(l, replay.active[l * N + s], 0);
     T* entry = (T*)args.grad_entry + b * N;
     for (int i = 0; i < N; ++i) entry[i] = grad_entry[i] + grad_first[i];
   }

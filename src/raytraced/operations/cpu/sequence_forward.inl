@@ -24,6 +24,7 @@ template <class S> struct Forward {
   T* inside;                // (P): 1 for a real lane, 0 for padding
   int *active, *count;      // (L, N) in order of activation; (L)
   int depth;                // layers with candidates or active nodes
+  const T* sight;           // (L-1, N, O) of this sample, or null
   Draw<S> draw;
 
   Forward(const SequenceArgs& args, PackedGates& gates, Pieces& pieces)
@@ -73,8 +74,13 @@ template <class S> struct Forward {
       }
       logit_out = S::splat(total * S::log2_e);
     }
+    if (sight) {
+      const T* seen = sight + ((i64)l * N + i) * (N + 1);
+      for (int o = 0; o < N; ++o) row[o] += seen[o] * S::log2_e;
+      logit_out += S::splat(seen[N] * S::log2_e);
+    }
     V share_out, total = S::zero();
-    if (((const T*)gates.largest)[l * N + i] * rate < Gates<S>::tame) {
+    if (!sight && ((const T*)gates.largest)[l * N + i] * rate < Gates<S>::tame) {
       share_out = S::exp2(logit_out);
       for (int v = 0; v < num_vectors; ++v) S::store(row + v * W, S::exp2(S::load(row + v * W)));
     } else {
@@ -159,6 +165,7 @@ template <class S> struct Forward {
   void run(i64 b) {
     const int L = size.L, N = size.N(), P = size.P(), M = L * N;
     start((const T*)args.entry + b * N);
+    sight = args.sight ? (const T*)args.sight + b * (L - 1) * N * (N + 1) : nullptr;
     draw.row = args.rows ? (u64)args.rows[b] : (u64)b;
     i64* nodes = args.nodes + b * args.steps;
     i64 step = 0;

@@ -1,0 +1,90 @@
+"""Compiles the sequence's Triton kernels for GPUs that need not be there: `python compile_triton.py` prints what each one takes.
+
+One line a kernel: registers of a thread, bytes of them that spill to memory, shared memory of a program.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+GRIDS = ((2, 4), (4, 8), (4, 16), (8, 16), (8, 32), (8, 64))
+TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+_POINTERS = {"seed": "*i64", "rows": "*i64", "nodes": "*i64", "num_active": "*i64", "temperature": "*fp64"}
+
+
+class Compiled(NamedTuple):
+    """What one kernel takes on one target; None where the target's tools do not tell."""
+
+    registers: int | None
+    spilled: int | None
+    shared: int
+
+
+def compile_kernel(name: str, grid: tuple[int, int], target: str, kind: str = "*fp32", **options: Any) -> Compiled:
+    """One kernel of a grid for a target; the options are those that it is compiled for."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from raytraced.operations import triton_kernels
+    from raytraced.operations.triton_sequence import launch
+
+    size = launch(*grid)
+    kernel = getattr(triton_kernels, f"sequence_{name}")
+    fixed = dict(zip("LNQPR", size, strict=False))
+    fixed |= {"SEES": False, "DRAWN": True, "HAS_ROWS": True}
+    if name == "forward":
+        fixed |= {"RACE": False, "DOMINANT": False}
+    else:
+        fixed |= {"ESTIMATOR": 1, "FLOOR": 1e-6, "HAS_ACTIVE": True, "HAS_RATES": True, "HAS_OUTPUT": True}
+    fixed |= options
+    names = [each for each in kernel.arg_names if each not in fixed]
+    kinds = {each: "i32" if each in "BT" else _POINTERS.get(each, kind) for each in names}
+    source = ASTSource(kernel, kinds | dict.fromkeys(fixed, "constexpr"), fixed)
+    found = triton.compile(source, target=GPUTarget(*TARGETS[target]), options={"num_warps": size.num_warps})
+    if target == "gfx942":
+        return Compiled(*_read_amdgcn(found.asm["amdgcn"]), found.metadata.shared)
+    return Compiled(*_read_cubin(found.asm["cubin"]), found.metadata.shared)
+
+
+def _read_amdgcn(text: str) -> tuple[int, int]:
+    """Vector registers and spills, as the compiler notes them at the end of its assembly."""
+    registers = int(re.findall(r"\.vgpr_count:\s+(\d+)", text)[-1])
+    return registers, 4 * int(re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)[-1])
+
+
+def _read_cubin(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack of a binary, from cuobjdump, which comes with triton."""
+    import triton
+
+    tool = next(Path(triton.__file__).parent.rglob("cuobjdump"))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        text = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"REG:(\d+)", text)[0]), int(re.findall(r"STACK:(\d+)", text)[0])
+
+
+def main() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    print("| kernel | grid | rows, warps | target | registers | spilled bytes | shared bytes |")
+    print("|---|---|---|---|---:|---:|---:|")
+    from raytraced.operations.triton_sequence import launch
+
+    targets = sys.argv[1:] or list(TARGETS)
+    for name in ("forward", "backward"):
+        for L, N in GRIDS:
+            for target in targets:
+                size, one = launch(L, N), compile_kernel(name, (L, N), target)
+                print(
+                    f"| {name} | {L}×{N} | {size.R}, {size.num_warps} | {target} | {one.registers} | {one.spilled} | {one.shared} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
