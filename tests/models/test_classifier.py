@@ -31,7 +31,10 @@ def test_both_recipes_train_a_step_and_answer(name, image_shape):
 
 def test_the_papers_recipe_differs_from_ours_in_the_options_that_it_names():
     ours, papers = (rt.build(name, **DIGITS).card.options for name in ("mre", "mre-paper"))
-    assert {key for key in ours if ours[key] != papers[key]} == set(rt.PAPER) - {"temperature"}  # which both have at 20
+    assert {key for key in ours if ours[key] != papers[key]} == set(rt.PAPER) - {
+        "temperature",
+        "stream",
+    }  # which both have
     assert {key: papers[key] for key in rt.PAPER} == rt.PAPER
     assert ours == rt.build("mre", **DIGITS, **{key: ours[key] for key in rt.PAPER}).card.options
 
@@ -48,7 +51,7 @@ def test_a_budget_and_a_seed_are_kept():
 @pytest.mark.parametrize("weighting", ["unit", "rates"])
 @pytest.mark.parametrize("stream", ["residual", "last"])
 def test_step_k_of_anytime_is_the_model_with_a_budget_of_k(select, weighting, stream):
-    model = rt.build("mre", **DIGITS, weighting=weighting, stream=stream).eval()
+    model = rt.build("mre", **DIGITS, weighting=weighting, stream=stream, estimator="reinmax").eval()
     images = torch.randn(10, 1, 8, 8)
     steps = list(rt.anytime(model, images, select=select, generator=seeded()))
     for step in steps:

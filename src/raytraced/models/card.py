@@ -14,13 +14,16 @@ class ModelCard:
     task: str | None = None
     data: str | None = None
     training: dict[str, Any] = field(default_factory=dict)
+    calibration: dict[str, Any] = field(default_factory=dict)
+    """how sure an answer must be ("sure"), after what one looks ("look"), and what that gave"""
 
 
 def read_card(values: Any) -> ModelCard:
     """A card from plain values; a ValueError says what is missing, too much, or of another kind."""
     if not isinstance(values, dict):
         raise ValueError(f"its card is {type(values).__name__}, not a table of names and values")
-    kinds = {"model": str, "spec": dict, "options": dict, "task": str | None, "data": str | None, "training": dict}
+    texts, tables = ("model", "task", "data"), ("spec", "options", "training", "calibration")
+    kinds: dict[str, Any] = dict.fromkeys(texts, str | None) | dict.fromkeys(tables, dict) | {"model": str}
     known = {one.name for one in fields(ModelCard)}
     if extra := sorted(set(values) - known):
         raise ValueError(f"its card has entries that no card has: {', '.join(extra)}")

@@ -4,6 +4,7 @@ Axes: B batch, C channels, H × W pixels, D width, Y classes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from torch import Tensor, nn
 
 from raytraced import operations
 from raytraced.draws import fixed_draws
-from raytraced.layer import Call, LayerOutput, RoutedLayer, Work
-from raytraced.models.output import Judge, Model, Output, linear_work
-from raytraced.routers.prefixes import prefixes
+from raytraced.layer import Call, LayerOutput, Look, Looks, RoutedLayer, Work
+from raytraced.models.output import Judge, LookAt, Model, Output, linear_work
+from raytraced.routers.prefixes import expert_looks, prefixes
 from raytraced.routers.raytraced import RaytracedExperts
 from raytraced.sequence import Select
-from raytraced.words import require
+from raytraced.words import require, require_one_of
 
 STAGES = (4, 8, 16)  # channels after each convolution
 
@@ -121,13 +122,14 @@ class Classifier(Model):
         self.head = nn.Linear(dim, num_classes)
         self.answers_along_the_way = self.layer.answers_along_the_way
 
-    def forward(
+    def run(
         self,
         inputs: Tensor,
         *,
         select: Select | None = None,
         max_experts: int | None = None,
         budgets: tuple[int, ...] = (),
+        looks: bool = False,
         judge: Judge | None = None,
         generator: torch.Generator | None = None,
         rows: Tensor | None = None,
@@ -136,8 +138,12 @@ class Classifier(Model):
         hidden_BD, layer = self.input_block(inputs), self.layer
         options: dict[str, Any] = {"select": select, "rows": rows, "mask": mask}
         draws = fixed_draws(generator) if budgets else None
-        out = layer(hidden_BD, max_experts=max_experts, generator=draws() if draws else generator, **options)
+        generator = draws() if draws else generator
+        out = layer(hidden_BD, max_experts=max_experts, generator=generator, looks=looks, **options)
         answer = self.answer(out)
+        if out.looks is not None:
+            start_BD = layer.see(hidden_BD if layer.stream == "residual" else torch.zeros_like(hidden_BD))
+            answer = answer._replace(looks=self.head(torch.cat((start_BD[None], out.looks[:-1]))))
         if judge is not None and out.judge is not None:
             policy_loss = out.judge(judge(answer.logits.detach()))
             answer = answer._replace(loss=policy_loss if out.loss is None else out.loss + policy_loss)
@@ -150,6 +156,22 @@ class Classifier(Model):
         """What a layer's vectors say."""
         return Output(self.head(out.hidden), (out.route,), out.loss)
 
+    def looks(self, inputs: Tensor, look: LookAt = "layer", **options: Any) -> Looks[Output]:
+        hidden_BD, call = self.input_block(inputs), Call(**options)
+        if look == "layer":
+            steps = self.layer.looks(hidden_BD, call)
+        else:
+            require_one_of("look", look, ("layer", "expert"))
+            if not isinstance(self.layer, RaytracedExperts):
+                raise ValueError(f"look=expert: {self.name} has no order of experts; look after each layer")
+            steps = expert_looks(self.layer, hidden_BD, call._replace(max_experts=None), call.max_experts)
+        kept_n: Tensor | None = None
+        with suppress(StopIteration):
+            found = next(steps)
+            while True:
+                kept_n = yield Look(self.answer(found.out), found.ended)
+                found = steps.send(kept_n)
+
     def prefixes(
         self, inputs: Tensor, most: int | None = None, *, mask: Tensor | None = None, **options: Any
     ) -> Iterator[Output]:
@@ -158,5 +180,12 @@ class Classifier(Model):
         return map(self.answer, prefixes(self.layer, self.input_block(inputs), most, Call(**options), mask))
 
     def work(self, inputs: Tensor, out: Output) -> dict[str, Work]:
-        (route,) = out.routes
-        return {"input": self.input_block.work(), **self.layer.work(route), "head": linear_work(self.head)}
+        (route,), head = out.routes, linear_work(self.head)
+        if out.num_looks is None:
+            return {"input": self.input_block.work(), **self.layer.work(route), "head": head}
+        heads = Work(head.multiply_adds * out.num_looks, head.parameters)  # the same one at every look
+        return {
+            "input": self.input_block.work(),
+            **self.layer.work(route, (out.num_looks - 1).clamp_min(0)),
+            "head": heads,
+        }

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raytraced.layer import Work
+from raytraced.layer import Look, Looks, Work
 from raytraced.models.classifier import InputBlock
-from raytraced.models.output import Judge, Model, Output, linear_work
+from raytraced.models.output import Judge, LookAt, Model, Output, linear_work
+from raytraced.models.sure import answer_when_sure
 from raytraced.routers.dense import MLPLayers
 from raytraced.sequence import Route, Select
 from raytraced.words import require
@@ -51,13 +52,14 @@ class MultiExitClassifier(Model):
         self.input_block, self.layer = InputBlock(image_shape, dim, mean, std), make_layer()
         self.heads = nn.ModuleList(nn.Linear(dim, num_classes) for _ in range(self.layer.num_blocks + 1))
 
-    def forward(
+    def run(
         self,
         inputs: Tensor,
         *,
         select: Select | None = None,
         max_experts: int | None = None,
         budgets: tuple[int, ...] = (),
+        looks: bool = False,
         judge: Judge | None = None,
         generator: torch.Generator | None = None,
         rows: Tensor | None = None,
@@ -66,19 +68,39 @@ class MultiExitClassifier(Model):
         require(select in (None, "greedy"), "select", repr(select), "must be greedy: nothing is drawn here")
         require(max_experts is None or max_experts >= 0, "max_experts", max_experts, "must be at least 0, or None")
         hidden_BD = self.input_block(inputs)
-        run = self.run_all if self.training else self.run_until_sure
-        answers = tuple(run(hidden_BD, budget, mask) for budget in budgets)
-        return run(hidden_BD, max_experts, mask, judge)._replace(answers=answers)
+
+        def answer(budget: int | None, judge: Judge | None = None) -> Output:
+            if self.training:
+                return self.run_all(hidden_BD, budget, mask, judge)
+            return answer_when_sure(self.exits(hidden_BD, budget), self.layer.confidence, mask)
+
+        return answer(max_experts, judge)._replace(answers=tuple(answer(budget) for budget in budgets))
 
     def prefixes(
         self, inputs: Tensor, most: int | None = None, *, mask: Tensor | None = None, **options: Any
     ) -> Iterator[Output]:
         hidden_BD = self.input_block(inputs)
-        for budget in range(self.layer.num_blocks + 1 if most is None else min(most, self.layer.num_blocks) + 1):
-            out = self.run_until_sure(hidden_BD, budget, mask)
+        for budget in range(self.num_run(most) + 1):
+            out = answer_when_sure(self.exits(hidden_BD, budget), self.layer.confidence, mask)
             yield out
             if not bool((out.num_experts == budget).any()):
                 return
+
+    def looks(self, inputs: Tensor, look: LookAt = "layer", **options: Any) -> Looks[Output]:
+        require(look == "layer", "look", look, "must be layer: there is an answer after each")
+        return self.exits(self.input_block(inputs), options.get("max_experts"))
+
+    def exits(self, hidden_nD: Tensor, budget: int | None) -> Looks[Output]:
+        """The answers of one exit after the other, of the rows that go on."""
+        active_nL1, num_layers = self.no_layer(hidden_nD), self.num_run(budget)
+        for layer in range(num_layers + 1):
+            if layer:
+                hidden_nD, active_nL1 = self.step(layer - 1, hidden_nD), active_nL1.clone()
+                active_nL1[:, layer - 1] = 1
+            ended_n = torch.full_like(hidden_nD[:, 0], layer == num_layers, dtype=torch.bool)
+            kept_n = yield Look(self.output(self.answer(layer, hidden_nD), active_nL1), ended_n)
+            if kept_n is not None:
+                hidden_nD, active_nL1 = hidden_nD[kept_n], active_nL1[kept_n]
 
     def run_all(
         self, hidden_BD: Tensor, budget: int | None, mask_B: Tensor | None = None, judge: Judge | None = None
@@ -96,23 +118,6 @@ class MultiExitClassifier(Model):
             total = sum((judge(answer_BY)[rows_n].sum() for answer_BY in early), hidden_BD.new_zeros(()))
             loss = total / max(len(rows_n), 1)
         return self.output(answers[-1], active_BL1)._replace(loss=loss)
-
-    def run_until_sure(
-        self, hidden_BD: Tensor, budget: int | None, mask_B: Tensor | None = None, judge: Judge | None = None
-    ) -> Output:
-        """Each row as far as it takes: rows that are sure leave, the others go on."""
-        logits_BY = self.answer(0, hidden_BD)
-        active_BL1 = self.no_layer(hidden_BD)
-        rows_n = self.rows(hidden_BD, mask_B)
-        for layer in range(self.num_run(budget)):
-            rows_n = rows_n[logits_BY[rows_n].softmax(-1).amax(-1) < self.layer.confidence]
-            if not len(rows_n):
-                break
-            hidden_nD = self.step(layer, hidden_BD[rows_n])
-            hidden_BD = hidden_BD.index_copy(0, rows_n, hidden_nD)
-            logits_BY = logits_BY.index_copy(0, rows_n, self.answer(layer + 1, hidden_nD))
-            active_BL1[rows_n, layer] = 1
-        return self.output(logits_BY, active_BL1)
 
     def rows(self, hidden_BD: Tensor, mask_B: Tensor | None) -> Tensor:
         """The rows that are not padding (n,)."""

@@ -1,6 +1,6 @@
 """Every model by name: `build("mre", image_shape=(1, 28, 28), num_classes=10)`.
 
-A name is a layer's, or a family's and a layer's ("gpt-mre" would be the layer of "mre" in the family "gpt"). Importing this
+A name is a layer's, or a family's and a layer's ("gpt-mre" is the layer of "mre" in the family "gpt"). Importing this
 file does not import torch: the command line checks names with it.
 """
 
@@ -61,16 +61,23 @@ MODELS = {
 }  # fmt: skip
 
 # What a family's models are made of: called with a function that makes a layer, its width, and the rest of a task's spec.
-FAMILIES = {"": "models.classifier:Classifier"}
+FAMILIES = {"": "models.classifier:Classifier", "gpt": "models.gpt:GPT"}
 
 
 def find_model(name: str) -> tuple[str, ModelInfo]:
     """The family and the layer that a model's name stands for."""
     for family in sorted(FAMILIES, key=len, reverse=True):
         layer = name.removeprefix(f"{family}-") if family else name
-        if name.startswith(family) and layer in MODELS:
+        # a layer that needs a whole model of its own (multi-exit) is of no other family
+        if name.startswith(family) and layer in MODELS and not (family and MODELS[layer].model):
             return family, MODELS[layer]
-    raise ValueError(f"model={name}: no such model; {did_you_mean(name, MODELS)}")
+    raise ValueError(f"model={name}: no such model; {did_you_mean(name, model_names(name))}")
+
+
+def model_names(like: str = "") -> list[str]:
+    """The names that models of one family have, that of a name which begins as it does."""
+    family = next((each for each in FAMILIES if each and like.startswith(each)), "")
+    return [f"{family}-{layer}" for layer in MODELS if not MODELS[layer].model] if family else list(MODELS)
 
 
 def build(name: str, **given: Any) -> "Model":
@@ -89,6 +96,8 @@ def build(name: str, **given: Any) -> "Model":
     spec = {key: given.pop(key) for key in wanted if key in given}
     if missing := [key for key, each in wanted.items() if key not in spec and each.default is each.empty]:
         raise ValueError(f"{name}: needs {', '.join(missing)}")
+    # what a card does not tell stays the same when defaults change; None is no choice of ours
+    spec |= {key: each.default for key, each in wanted.items() if key not in spec and each.default is not None}
     options = complete_options(name, given)
     model: Model = made(partial(_make_layer, _import(info.layer), options), options["dim"], **spec)
     names = {} if class_names is None else {"class_names": list(class_names)}
@@ -98,15 +107,20 @@ def build(name: str, **given: Any) -> "Model":
 
 def complete_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """All options of a model's layer, checked, defaults spelled out: with them it stays the same when defaults change."""
-    _, info = find_model(name)
+    family, info = find_model(name)
     known = _arguments(_import(info.layer))
+    made = _import(info.model or FAMILIES[family])
+    by_family, around = getattr(made, "layer_defaults", {}), inspect.signature(made).parameters if family else {}
     for option, value in given.items():
         if option not in known:
-            raise ValueError(f"model option {option}: {name} has no such option; {did_you_mean(option, known)}")
+            raise ValueError(
+                f"model option {option}: {name} has no such option; {did_you_mean(option, {**around, **known})}"
+            )
         if not _fits(value, known[option].annotation):
             raise ValueError(f"{option}={value!r}: must be {_describe(known[option].annotation)}")
     own = {key: each.default for key, each in known.items() if each.default is not each.empty}
-    return own | info.defaults | (_import(info.recipe) if info.recipe else {}) | given
+    by_family = {key: value for key, value in by_family.items() if key in known}
+    return own | info.defaults | by_family | (_import(info.recipe) if info.recipe else {}) | given
 
 
 def _make_layer(made: Any, options: dict[str, Any]) -> Any:

@@ -1,0 +1,292 @@
+"""Tokens -> a decoder whose feed-forward parts are routed layers -> logits of the next token: a language model of experts.
+
+Axes: B batch, T tokens, S tokens that may be looked at, D width, H heads, E = D / H width of a head, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from raytraced.draws import fixed_draws
+from raytraced.layer import LayerOutput, RoutedLayer, Work
+from raytraced.models.output import Judge, Model, Output, linear_work
+from raytraced.sequence import Select
+from raytraced.words import require
+
+BASE = 10_000.0  # of the rotary wavelengths
+
+
+class Cache:
+    """The keys and values (B, H, S, E) of each block for the tokens so far, so that they need not be computed again."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return self.blocks[0][0].shape[2] if self.blocks else 0
+
+    def extend(self, block: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of all tokens, the new ones last."""
+        if block in self.blocks:
+            before = self.blocks[block]
+            keys, values = torch.cat((before[0], keys), 2), torch.cat((before[1], values), 2)
+        self.blocks[block] = keys, values
+        return keys, values
+
+
+class Drawn(NamedTuple):
+    """A token drawn for each text, and how many experts ran to find what it may be, all blocks together."""
+
+    tokens: Tensor  # (B,)
+    num_experts: Tensor  # (B,)
+
+
+def rotate(heads_BHTE: Tensor, positions_T: Tensor) -> Tensor:
+    """Turn each pair of entries by an angle that grows with the position: products then see differences of positions only."""
+    half, dtype = heads_BHTE.shape[-1] // 2, torch.promote_types(heads_BHTE.dtype, torch.float32)
+    waves_E2 = BASE ** -(torch.arange(half, device=positions_T.device, dtype=dtype) / half)
+    angles_TE2 = positions_T[:, None] * waves_E2
+    cos, sin = angles_TE2.cos().to(heads_BHTE.dtype), angles_TE2.sin().to(heads_BHTE.dtype)
+    one, other = heads_BHTE.chunk(2, -1)
+    return torch.cat((one * cos - other * sin, one * sin + other * cos), -1)
+
+
+class Attention(nn.Module):
+    """Every token looks at itself and at those before it."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.inputs, self.output = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+
+    def forward(
+        self, x_BTD: Tensor, positions_T: Tensor, seen_BTS: Tensor | None, cache: Cache | None, block: int
+    ) -> Tensor:
+        """(B, T, D) -> (B, T, D); `seen` says who may be looked at, None: all that came before."""
+        queries, keys, values = self.inputs(x_BTD).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        queries, keys = rotate(queries, positions_T), rotate(keys, positions_T)
+        if cache is not None:
+            keys, values = cache.extend(block, keys, values)
+        # one new token may look at everything
+        is_causal = seen_BTS is None and queries.shape[2] > 1
+        mask = None if seen_BTS is None else seen_BTS[:, None]
+        mixed_BHTE = scaled_dot_product_attention(queries, keys, values, mask, is_causal=is_causal)
+        out: Tensor = self.output(mixed_BHTE.transpose(1, 2).flatten(2))
+        return out
+
+
+class Block(nn.Module):
+    """Attention, then a routed layer, each on normalised vectors and added to the stream."""
+
+    def __init__(self, layer: RoutedLayer, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.norm_attention, self.attention = nn.LayerNorm(dim), Attention(dim, num_heads)
+        self.norm_layer, self.layer = nn.LayerNorm(dim), layer
+
+    def forward(self, x_BTD: Tensor, *place: Any, **call: Any) -> tuple[Tensor, LayerOutput]:
+        x_BTD = x_BTD + self.attention(self.norm_attention(x_BTD), *place)
+        out: LayerOutput = self.layer(self.norm_layer(x_BTD), **call)
+        # `update`, not `hidden`: gates and experts see vectors of one scale, and the decoder's own stream stays untouched.
+        return x_BTD + out.update, out
+
+
+class GPT(Model):
+    """A decoder: pre-norm, rotary positions, output weights tied to the embedding; of each block, the experts are routed.
+
+    A budget holds for each block: `max_experts=2` lets a token run two experts in every one of them.
+    """
+
+    layer_defaults = {"dim": 96, "hidden": 192, "num_hidden": 1}  # noqa: RUF012
+    """options of the layer where they differ from those that images have"""
+
+    def __init__(
+        self,
+        make_layer: Callable[[], RoutedLayer],
+        dim: int,
+        depth: int = 2,
+        num_heads: int = 4,
+        context: int = 128,
+        vocabulary: int = 256,
+        tokenizer: str | None = None,
+    ) -> None:
+        super().__init__()
+        counts = {"depth": depth, "num_heads": num_heads, "context": context, "vocabulary": vocabulary}
+        for name, value in counts.items():
+            require(type(value) is int and value >= 1, name, repr(value), "must be a whole number, at least 1")
+        require(dim % (2 * num_heads) == 0, "dim", dim, f"must be a multiple of 2 · num_heads={2 * num_heads}")
+        self.context, self.vocabulary, self.tokenizer = context, vocabulary, tokenizer
+        self.embedding = nn.Embedding(vocabulary, dim)
+        # logits of about 1 at the start; the stream gets them times √D, vectors of about 1 in every entry
+        nn.init.normal_(self.embedding.weight, std=dim**-0.5)
+        self.blocks = nn.ModuleList(Block(make_layer(), dim, num_heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(dim)
+        self.answers_along_the_way = self.routed_layers()[0].answers_along_the_way
+
+    def run(
+        self,
+        inputs: Tensor,
+        *,
+        select: Select | None = None,
+        max_experts: int | None = None,
+        budgets: tuple[int, ...] = (),
+        looks: bool = False,
+        judge: Judge | None = None,
+        generator: torch.Generator | None = None,
+        rows: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Output:
+        """Tokens (B, T) -> the logits (B, T, V) of the token after each; with a cache they follow those it has seen.
+
+        In place of tokens their vectors (B, T, D) may be given, as the embedding has them. A mask (B, S) is that of all tokens,
+        those of the cache first.
+        """
+        require(not looks, "looks", looks, "must be False: what a block gives is what the next one sees, not an answer")
+        draws = fixed_draws(generator) if budgets else None
+        place: dict[str, Any] = {"select": select, "rows": rows, "mask": mask}
+        answer, layers = self.decode(
+            inputs, cache, max_experts=max_experts, generator=draws() if draws else generator, **place
+        )
+        if judge is not None and any(out.judge for out in layers):
+            # what a token runs changes the answers to all that follow: it is judged by its whole text
+            losses_BT = judge(answer.logits.detach())[:, None].expand(inputs.shape[:2]).reshape(-1)
+            policy_loss = torch.stack([out.judge(losses_BT) for out in layers if out.judge]).sum()
+            answer = answer._replace(loss=policy_loss if answer.loss is None else answer.loss + policy_loss)
+        if draws is None:
+            return answer
+        early = (self.decode(inputs, None, max_experts=budget, generator=draws(), **place)[0] for budget in budgets)
+        return answer._replace(answers=tuple(early))
+
+    def decode(
+        self, tokens_BT: Tensor, cache: Cache | None, *, rows: Tensor | None, mask: Tensor | None, **call: Any
+    ) -> tuple[Output, list[LayerOutput]]:
+        """The answer, and what each block's layer gave."""
+        self.check(tokens_BT, mask, cache)
+        start = 0 if cache is None else len(cache)
+        positions_T = torch.arange(start, start + tokens_BT.shape[1], device=tokens_BT.device)
+        rows_B = torch.arange(len(tokens_BT), device=tokens_BT.device) if rows is None else rows
+        call |= {
+            "rows": rows_B[:, None] * self.context + positions_T,
+            "mask": None if mask is None else mask[:, start:],
+        }
+        seen_BTS = who_is_seen(positions_T, mask)
+        vectors_BTD = tokens_BT if tokens_BT.is_floating_point() else self.embedding(tokens_BT)
+        x_BTD, layers = vectors_BTD * self.embedding.embedding_dim**0.5, []
+        for number, block in enumerate(self.blocks):
+            x_BTD, out = block(x_BTD, positions_T, seen_BTS, cache, number, **call)
+            layers.append(out)
+        losses = [out.loss for out in layers if out.loss is not None]
+        logits_BTV = linear(self.norm(x_BTD), self.embedding.weight)
+        routes = tuple(out.route for out in layers)
+        return Output(logits_BTV, routes, torch.stack(losses).sum() if losses else None), layers
+
+    def check(self, tokens_BT: Tensor, mask: Tensor | None, cache: Cache | None) -> None:
+        """Refuse what is no batch of tokens or of their vectors, or too long."""
+        if tokens_BT.ndim != 2 + tokens_BT.is_floating_point():
+            raise ValueError(
+                f"tokens are {tokens_BT.dtype} {tuple(tokens_BT.shape)}: must be whole numbers (batch, tokens)"
+            )
+        length = tokens_BT.shape[1] + (0 if cache is None else len(cache))
+        require(length <= self.context, "tokens", length, f"must be at most context={self.context}")
+        fits = mask is None or mask.shape == (len(tokens_BT), length)
+        require(fits, "mask", getattr(mask, "shape", None), f"must be ({len(tokens_BT)}, {length}), all tokens so far")
+
+    def prefixes(
+        self,
+        inputs: Tensor,
+        most: int | None = None,
+        *,
+        mask: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> Iterator[Output]:
+        """The answers with at most 0, 1, 2, … experts a block: what a block gives is what the next one sees, so each anew."""
+        if not self.answers_along_the_way:
+            super().prefixes(inputs, most)
+        draws = fixed_draws(generator)  # the same for every budget
+        num_nodes = max(layer.experts.num_layers * layer.experts.num_experts for layer in self.routed_layers())
+        for budget in range(1 + (num_nodes if most is None else min(most, num_nodes))):
+            out = self(inputs, max_experts=budget, mask=mask, generator=draws(), **options)
+            yield out
+            if not any(bool((route.num_active == budget).any()) for route in out.routes):
+                return
+
+    def work(self, inputs: Tensor, out: Output) -> dict[str, Work]:
+        head = Work(self.embedding.weight.numel(), self.embedding.weight.numel() + num_parameters(self.norm))
+        # scores, and the sum of values that they weigh, over all tokens up to its own
+        looked_T = 2 * self.embedding.embedding_dim * torch.arange(1, inputs.shape[1] + 1, device=inputs.device)
+        total = {"input": Work(0, 0), "routing": Work(0, 0), "experts": Work(0, 0), "head": head}
+        for block, route in zip(self.blocks, out.routes, strict=True):
+            assert isinstance(block, Block)
+            own = [linear_work(block.attention.inputs), linear_work(block.attention.output)]
+            own += [Work(looked_T, num_parameters(block.norm_attention) + num_parameters(block.norm_layer))]
+            for name, part in [*(("input", each) for each in own), *block.layer.work(route).items()]:
+                sums = total[name]
+                total[name] = Work(sums.multiply_adds + part.multiply_adds, sums.parameters + part.parameters)
+        return total
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Tensor,
+        num_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        max_experts: int | None = None,
+        generator: torch.Generator | None = None,
+        cached: bool = True,
+    ) -> Iterator[Drawn]:
+        """Go on with texts (B, T), token by token; `cached=False` computes every token's window anew, to the same end.
+
+        A text that fills the context goes on from its last half: its tokens then are as near to their window's start as
+        those that the model was trained on.
+        """
+        require(temperature >= 0, "temperature", temperature, "must not be negative")
+        require(0 < top_p <= 1, "top_p", top_p, "must lie in 0 … 1 (0 excluded)")
+        require(prompt.shape[-1] >= 1, "prompt", "''", "must have at least one token")
+        text_BT, cache, start = prompt, Cache(), 0
+        self.check(prompt, None, None)
+        for _ in range(num_tokens):
+            if text_BT.shape[1] - start > self.context:
+                cache, start = Cache(), text_BT.shape[1] - max(1, self.context // 2)
+            if cached:
+                out = self(text_BT[:, start + len(cache) :], max_experts=max_experts, cache=cache)
+            else:
+                out = self(text_BT[:, start:], max_experts=max_experts)
+            token_B = draw_token(out.logits[:, -1], temperature, top_p, generator)
+            text_BT = torch.cat((text_BT, token_B[:, None]), 1)
+            yield Drawn(token_B, out.num_experts[:, -1])
+
+
+def who_is_seen(positions_T: Tensor, mask_BS: Tensor | None) -> Tensor | None:
+    """Which tokens each may look at (B, T, S): those before it and itself, no padding; None where nothing needs saying."""
+    start, num = int(positions_T[0]) if len(positions_T) else 0, len(positions_T)
+    if mask_BS is None and (start == 0 or num == 1):
+        return None
+    seen_1TS = torch.ones(1, num, start + num, dtype=torch.bool, device=positions_T.device).tril(start)
+    if mask_BS is None:
+        return seen_1TS
+    # padding looks at itself: a row of scores without any would be NaN
+    itself_1TS = seen_1TS & ~seen_1TS.tril(start - 1)
+    return (seen_1TS & mask_BS[:, None]) | itself_1TS
+
+
+def draw_token(logits_BV: Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:
+    """One token a row (B,) from the likeliest that together have the probability top_p; temperature 0: the likeliest."""
+    if temperature == 0:
+        return logits_BV.argmax(-1)
+    logits_BV = logits_BV.double() - logits_BV.amax(-1, keepdim=True)  # at most 0: no temperature is too small for that
+    probs_BV, order_BV = (logits_BV / temperature).softmax(-1).sort(stable=True, descending=True)
+    before_BV = probs_BV.cumsum(-1) - probs_BV
+    kept_BV = probs_BV * (before_BV < top_p)
+    drawn_B1 = torch.multinomial(kept_BV, 1, generator=generator)
+    return order_BV.gather(-1, drawn_B1)[:, 0]
+
+
+def num_parameters(module: nn.Module) -> int:
+    """How many numbers a part has."""
+    return sum(parameter.numel() for parameter in module.parameters())
