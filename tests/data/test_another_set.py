@@ -12,8 +12,7 @@ import numpy as np
 
 from data.originals import info_of
 from raytraced.commands.data import get, list_data
-from raytraced.data.cache import cache_root
-from raytraced.data.obtain import obtain
+from raytraced.data.cache import cache_root, obtain
 from raytraced.data.sources import Entry, PublicSet, read_tar
 from raytraced.tasks import table
 

@@ -13,13 +13,12 @@ import pytest
 
 from data.originals import ARRAYS, FILES, assert_same, tiny_set
 from raytraced.data import cache
-from raytraced.data.cache import cache_root, entry_folder, read_entry
-from raytraced.data.obtain import obtain
+from raytraced.data.cache import cache_root, entry_folder, obtain, read_entry
 
 OBTAIN = """
 import pickle, sys
 from pathlib import Path
-from raytraced.data.obtain import obtain
+from raytraced.data.cache import obtain
 arrays = obtain(pickle.loads(bytes.fromhex(sys.argv[1])), Path(sys.argv[2]))
 print(sum(int(array.sum(dtype=int)) for array in arrays.values()))
 """
@@ -28,7 +27,8 @@ print(sum(int(array.sum(dtype=int)) for array in arrays.values()))
 def start(public_set, root, **options):
     """Another process that obtains the set and prints the sum of all its bytes."""
     command = [sys.executable, "-c", OBTAIN, pickle.dumps(public_set).hex(), str(root)]
-    path = str(Path(__file__).parents[1])  # where the set's `decode` is imported from
+    tests = str(Path(__file__).parents[1])  # where the set's `decode` is imported from
+    path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
     options |= {"env": os.environ | {"PYTHONPATH": path}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, **options)
 

@@ -12,6 +12,7 @@ from raytraced.commands.data import get, list_data, show
 from raytraced.data.sources import Entry
 from raytraced.tasks.images import catalog
 from raytraced.tasks.images.sheet import contact_sheet
+from raytraced.tasks.text import catalog as texts
 
 
 @pytest.fixture
@@ -20,6 +21,7 @@ def tiny_catalog(server, monkeypatch):
     tiny = tiny_set(server.address)
     entries = {"digits": catalog.CATALOG["digits"], "tiny": Entry("bytes", (tiny,)), "union": Entry("all", (tiny,))}
     monkeypatch.setattr(catalog, "CATALOG", entries)
+    monkeypatch.setattr(texts, "CATALOG", {})
     return tiny
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from data.originals import ARRAYS, FILES, assert_same, tiny_set
 from raytraced.data import sources
-from raytraced.data.cache import cache_root, entry_folder
-from raytraced.data.obtain import UnavailableError, fetch, obtain
+from raytraced.data.cache import UnavailableError, cache_root, entry_folder, fetch, obtain
 from raytraced.data.sources import Address, ArrayInfo, DebianPackage, NpmPackage
 
 

@@ -157,12 +157,6 @@ class NextByte(Task[Text]):
         loss = cross_entropy(logits.mT, batch.targets, reduction="none", label_smoothing=smoothing)
         return loss * batch.mask
 
-    def loss(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
-        return self.each(logits, batch, smoothing).sum()
-
-    def losses(self, logits: Tensor, batch: Batch) -> Tensor:
-        return self.each(logits, batch).sum(-1) / batch.mask.sum(-1)
-
     def sums(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         return {}
 

@@ -5,7 +5,7 @@ from hashlib import sha256
 import numpy as np
 
 from raytraced.data.sources import ArrayInfo
-from raytraced.tasks.images.image_set import ImageSet
+from raytraced.tasks.images.catalog import ImageSet
 
 _labels = np.arange(60, dtype=np.uint8) % 2
 _images = np.zeros((60, 1, 8, 8), dtype=np.uint8)

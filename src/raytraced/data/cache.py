@@ -1,4 +1,6 @@
-"""The cache: a folder a data set, in it one memory-mapped file an array, never half written, never used when altered.
+"""A public set's arrays: from the cache, else from the first place that has them, always verified.
+
+The cache is a folder a data set, in it one memory-mapped file an array, never half written, never used when altered.
 
 An entry appears by one rename of its whole folder.  Its bytes are hashed when it is written, when `raytraced data get`
 asks for it, and when a file's size or time differs from what `verified.json` noted at the last hashing; any other load
@@ -7,7 +9,6 @@ checks headers and sizes only.
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import io
 import json
@@ -20,11 +21,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from raytraced.data.sources import ArrayInfo, Arrays, PublicSet, say
-from raytraced.files import flush_folder, write_file
+from raytraced.data.sources import ArrayInfo, Arrays, Files, PublicSet, Source, read_tar, say, show_bar
+from raytraced.files import flush_folder, lock_file, write_file
 
 STAMP = "verified.json"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class UnavailableError(OSError):
+    """No source could give a data set."""
 
 
 class DamagedError(ValueError):
@@ -42,6 +47,78 @@ def cache_root(root: str | Path | None = None) -> Path:
     return (cache if cache.is_absolute() else Path("~/.cache").expanduser()) / "raytraced" / "data"
 
 
+def obtain(public_set: PublicSet, root: Path, *, hashed: bool = False) -> Arrays:
+    """Return the arrays of a public set from the cache, fetching them first where they are missing or altered."""
+    with contextlib.suppress(DamagedError):  # looked at again under the lock: another process may be replacing it
+        if (arrays := read_entry(root, public_set, hashed=hashed)) is not None:
+            return arrays
+    with locked(root, public_set):
+        try:
+            if (arrays := read_entry(root, public_set, hashed=hashed)) is not None:
+                return arrays
+        except DamagedError as error:
+            say(f"{public_set.name}: the cached copy is discarded and fetched again: {error}")
+        replace_entry(root, public_set, fetch(public_set, root))
+        arrays = read_entry(root, public_set)
+    if arrays is None:
+        raise FileNotFoundError(f"{root}: {public_set.name} was removed while it was being read")
+    return arrays
+
+
+def fetch(public_set: PublicSet, root: Path) -> Arrays:
+    """Return the verified arrays from the first source that has them; if none has, tell why, source by source."""
+    named = os.environ.get("RAYTRACED_DATA")
+    folders = [Path(named).expanduser(), root] if named else [root]
+    sources: tuple[Path | Source, ...] = (*folders, *public_set.sources)
+    failures = []
+    for source in sources:
+        try:
+            if isinstance(source, Path):
+                arrays = from_folder(source, public_set)
+            else:
+                say(f"{public_set.name}: trying {source}")
+                with working_folder(root, public_set.name) as folder, show_bar(public_set.name) as tell:
+                    arrays = _verified(public_set, source.fetch(public_set.wanted, folder, tell))
+            say(f"{public_set.name}: taken from {source}, every checksum matches")
+            return arrays
+        except (ValueError, OSError) as error:
+            if is_out_of_space(error):
+                raise
+            failures.append(f"  - {source}: {error}")
+            if not isinstance(source, Path):
+                say(f"{public_set.name}: failed: {error}")
+    place = f"{root / public_set.folders[0]} (or name the folder that has them with RAYTRACED_DATA)"
+    again = f"raytraced data get {public_set.name}{'' if root == cache_root() else f' --root {root}'}"
+    remedy = f"Put its original files into {place}, then run:\n  {again}"
+    raise UnavailableError("\n".join([f"data set {public_set.name}: no source could give it", *failures, remedy]))
+
+
+def from_folder(folder: Path, public_set: PublicSet) -> Arrays:
+    """Return the arrays of original files, or of an archive of them, that lie in one of the places in a folder."""
+    problems = []
+    for place in (folder / name for name in public_set.folders):
+        try:
+            archive = next((place / name for name in public_set.archives if (place / name).is_file()), None)
+            if archive is not None:
+                return _verified(public_set, read_tar(archive, public_set.wanted))
+            files = [place / name for name in sorted(public_set.wanted) if (place / name).is_file()]
+            if files:
+                return _verified(public_set, {path.name: path.read_bytes() for path in files})
+        except ValueError as error:
+            problems.append(f"in {place.name}: {error}")
+    raise ValueError("; ".join(problems) or f"no original files in {', '.join(public_set.folders)}")
+
+
+def _verified(public_set: PublicSet, files: Files) -> Arrays:
+    try:
+        arrays = public_set.decode(files)
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]}: not found") from None
+    for key, info in public_set.arrays.items():
+        check_array(f"{public_set.name} {key}", arrays[key], info)
+    return arrays
+
+
 def entry_folder(root: Path, public_set: PublicSet) -> Path:
     """Return the folder of an entry; a user's original files may well lie beside it in a folder of the bare name."""
     return root / f"{public_set.name}-arrays"
@@ -57,10 +134,10 @@ def check_array(label: str, array: NDArray[np.uint8], info: ArrayInfo, *, hashed
 
 def read_entry(root: Path, public_set: PublicSet, *, hashed: bool = False) -> Arrays | None:
     """Return the arrays of an entry as memory maps, or None if it is not there; DamagedError if it was altered."""
-    folder = entry_folder(root, public_set)
+    folder, noted, stamp, arrays = entry_folder(root, public_set), {}, {}, {}
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        noted = {} if hashed else dict(json.loads((folder / STAMP).read_text()))
     try:
-        noted = {} if hashed else _read_stamp(folder)
-        arrays, stamp = {}, {}
         for key, info in public_set.arrays.items():
             path = folder / f"{key}.npy"
             stamp[path.name] = _size_and_time(path)
@@ -78,24 +155,20 @@ def read_entry(root: Path, public_set: PublicSet, *, hashed: bool = False) -> Ar
     return arrays
 
 
-def write_entry(root: Path, public_set: PublicSet, arrays: Arrays) -> None:
+def replace_entry(root: Path, public_set: PublicSet, arrays: Arrays) -> None:
     """Write an entry under a temporary name and rename it, so that no reader ever sees a part of it."""
+    entry = entry_folder(root, public_set)
     with working_folder(root, public_set.name) as folder:
+        (new := folder / "new").mkdir()
         for key, array in arrays.items():
             file = io.BytesIO()
             np.save(file, np.ascontiguousarray(array), allow_pickle=False)
-            write_file(folder / f"{key}.npy", file.getvalue())
-        stamp = {f"{key}.npy": _size_and_time(folder / f"{key}.npy") for key in arrays}
-        write_file(folder / STAMP, json.dumps(stamp))
-        folder.chmod(0o755)  # a temporary folder is private, but a cache may be shared
-        folder.rename(entry_folder(root, public_set))
+            write_file(new / f"{key}.npy", file.getvalue())
+        write_file(new / STAMP, json.dumps({f"{key}.npy": _size_and_time(new / f"{key}.npy") for key in arrays}))
+        with contextlib.suppress(FileNotFoundError):
+            entry.rename(folder / "old")  # whoever has it mapped keeps its bytes
+        new.rename(entry)
         flush_folder(root)
-
-
-def discard_entry(root: Path, public_set: PublicSet) -> None:
-    """Remove an entry if there is one; whoever has it mapped keeps its bytes."""
-    with working_folder(root, public_set.name) as folder, contextlib.suppress(FileNotFoundError):
-        entry_folder(root, public_set).rename(folder / "discarded")
 
 
 @contextlib.contextmanager
@@ -116,10 +189,10 @@ def locked(root: Path, public_set: PublicSet) -> Iterator[None]:
         raise OSError(f"{root}: cannot be used as the cache folder ({error.strerror}); {remedy}") from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(lock)
         except BlockingIOError:
             say(f"{public_set.name}: another process is getting it, waiting")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock_file(lock, wait=True)
         # Left by a process that was killed: nobody else can be writing now.
         for stale in root.glob(f".{public_set.name}.*.tmp"):
             shutil.rmtree(stale, ignore_errors=True)
@@ -145,14 +218,6 @@ def _map_file(path: Path) -> NDArray[np.uint8]:
         return np.load(path, mmap_mode="c", allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise DamagedError(f"{path}: expected an array of uint8, found a cut or altered file ({error})") from None
-
-
-def _read_stamp(folder: Path) -> dict[str, list[int]]:
-    try:
-        stamp = json.loads((folder / STAMP).read_text())
-    except (OSError, ValueError):
-        return {}
-    return stamp if isinstance(stamp, dict) else {}
 
 
 def _size_and_time(path: Path) -> list[int]:

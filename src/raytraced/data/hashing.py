@@ -21,7 +21,11 @@ def random_bits(stream: int, seed: int, *counters: int | NDArray[np.int64]) -> N
             word = np.array([counter & _WORD], dtype=np.uint64)
         else:
             word = counter.astype(np.uint64)
-        state = _mix(state + word + np.uint64(0x9E37_79B9_7F4A_7C15))
+        state = state + word + np.uint64(0x9E37_79B9_7F4A_7C15)
+        # the finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a bijection that scatters every input bit
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+        state ^= state >> np.uint64(31)
     return state
 
 
@@ -29,10 +33,3 @@ def permutation(num: int, stream: int, seed: int, *counters: int) -> NDArray[np.
     """Return the numbers 0 … num-1 in random order (num,): samples sorted by their bits."""
     bits_n = random_bits(stream, seed, *counters, np.arange(num, dtype=np.int64))
     return np.argsort(bits_n, kind="stable").astype(np.int64)
-
-
-def _mix(word: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a bijection that scatters every input bit."""
-    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
-    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
-    return word ^ (word >> np.uint64(31))

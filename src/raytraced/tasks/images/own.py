@@ -1,19 +1,21 @@
-"""The user's own images: a folder with one sub-folder a class, or an .npz file.
+"""The user's own images: a folder with one sub-folder a class, an .npz file, or a file alone.
 
 Legend: n samples, C channels, H and W height and width.
 """
 
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from zipfile import BadZipFile, is_zipfile
 from zlib import error as ZlibError
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from raytraced.data.sources import say
 from raytraced.tasks.images.dataset import Dataset, build_dataset
-from raytraced.tasks.images.reading import read_image
+from raytraced.words import require
 
 _KEYS = ("x_train", "y_train", "x_test", "y_test")
 _MAX_TOLD = 10  # bad files named in one message
@@ -26,8 +28,7 @@ def load_folder(folder: Path, *, size: int = 32, colour: bool | None = None, ski
     Every image is turned upright, cut to its middle square and resized to size x size.  Without train/ and test/, one
     image in five of each class, by a fixed rule, is the test split.
     """
-    if size < 1:
-        raise ValueError(f"size={size}: must be at least 1")
+    require(size >= 1, "size", size, "must be at least 1")
     is_split = {path.name for path in _visible(folder) if path.is_dir()} == {"train", "test"}
     sides = [folder / "train", folder / "test"] if is_split else [folder]
     paths_by_class = [_class_files(side) for side in sides]
@@ -40,9 +41,21 @@ def load_folder(folder: Path, *, size: int = 32, colour: bool | None = None, ski
         say(f"{sides[-1]}: no images of {', '.join(missing)}")
 
     bad: list[str] = []
-    read = [_read_files(paths, class_names, size, colour, bad) for paths in paths_by_class]
+    read: list[list[tuple[NDArray[np.uint8], int]]] = []  # of each side: images, and the numbers of their classes
+    for paths in paths_by_class:
+        read.append([])
+        for path, label in ((path, label) for label, name in enumerate(class_names) for path in paths.get(name, ())):
+            try:
+                read[-1].append((read_image(path, height=size, width=size, colour=colour), label))
+            except ValueError as error:
+                bad.append(str(error))
     if bad:
-        _tell_bad(folder, bad, sum(map(len, read)), skip_bad)
+        told = f"{folder}: {len(bad)} of {sum(map(len, read)) + len(bad)} files cannot be read"
+        if not skip_bad:
+            more = [f"and {len(bad) - _MAX_TOLD} more"] if len(bad) > _MAX_TOLD else []
+            lines = [f"{told} (skip_bad leaves them out):", *bad[:_MAX_TOLD], *more]
+            raise ValueError((" " if len(bad) == 1 else "\n  ").join(lines))
+        say(f"{told}, left out")
     channels = max((len(image) for side in read for image, _ in side), default=1)
     arrays: list[NDArray[Any]] = []
     for side, labelled in zip(sides, read, strict=True):
@@ -148,29 +161,39 @@ def _class_files(folder: Path) -> dict[str, list[Path]]:
     return found
 
 
-def _read_files(
-    paths_by_class: dict[str, list[Path]],
-    class_names: tuple[str, ...],
-    size: int,
-    colour: bool | None,
-    bad: list[str],
-) -> list[tuple[NDArray[np.uint8], int]]:
-    """Return the images with the numbers of their classes; what is wrong with the others is added to `bad`."""
-    labelled = []
-    for label, name in enumerate(class_names):
-        for path in paths_by_class.get(name, ()):
-            try:
-                labelled.append((read_image(path, height=size, width=size, colour=colour), label))
-            except ValueError as error:
-                bad.append(str(error))
-    return labelled
+def read_image(
+    path: str | Path | IO[bytes], *, height: int, width: int, colour: bool | None = None
+) -> NDArray[np.uint8]:
+    """Return a file's pixels (C, H, W): upright, cut to its middle, resized, with C of 1 or 3, by default as the file has.
+
+    Whatever is wrong with the file is a ValueError that names it.
+    """
+    try:
+        with warnings.catch_warnings():
+            # up to twice Pillow's limit it only warns, of pictures that a telephone can take
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(path) as file:
+                image = _grey_or_colour(ImageOps.exif_transpose(file), colour)
+    except UnidentifiedImageError:
+        raise ValueError(f"{path}: not an image that Pillow can read") from None
+    # A damaged file can fail in any way, in any of Pillow's decoders.
+    except Exception as error:
+        raise ValueError(f"{path}: unreadable image ({getattr(error, 'strerror', None) or error})") from None
+    cut_width = max(1, min(image.width, image.height * width // height))
+    cut_height = max(1, min(image.height, image.width * height // width))
+    left, top = (image.width - cut_width) // 2, (image.height - cut_height) // 2
+    # cut first: ImageOps.fit, or the box of resize, would blend in pixels from beyond the cut
+    image = image.crop((left, top, left + cut_width, top + cut_height))
+    image = image.resize((width, height), Image.Resampling.BILINEAR)
+    return np.array(np.asarray(image).reshape(height, width, -1).transpose(2, 0, 1), order="C")  # writable, for torch
 
 
-def _tell_bad(folder: Path, bad: list[str], num_good: int, skip_bad: bool) -> None:
-    told = f"{folder}: {len(bad)} of {num_good + len(bad)} files cannot be read"
-    if skip_bad:
-        say(f"{told}, left out")
-        return
-    more = [f"and {len(bad) - _MAX_TOLD} more"] if len(bad) > _MAX_TOLD else []
-    lines = [f"{told} (skip_bad leaves them out):", *bad[:_MAX_TOLD], *more]
-    raise ValueError((" " if len(bad) == 1 else "\n  ").join(lines))
+def _grey_or_colour(image: Any, colour: bool | None) -> Any:
+    """Return the image in Pillow's mode L or RGB, as stated or by its own kind."""
+    is_grey = image.mode in ("1", "L", "LA", "F") or image.mode.startswith("I")
+    if image.mode.startswith("I"):
+        # sixteen bits: Pillow would clip at 255 instead of scaling
+        image = Image.fromarray((np.asarray(image).clip(0, 0xFFFF) >> 8).astype(np.uint8))
+    if is_grey:
+        image = image.convert("L")
+    return image.convert("RGB" if colour or (colour is None and not is_grey) else "L")

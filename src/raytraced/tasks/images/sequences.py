@@ -6,7 +6,7 @@ L layers, N experts a layer, O = N + 1 outlets of a gate (the next layer's nodes
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import matplotlib
 import numpy as np
@@ -17,7 +17,8 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from raytraced.models.classifier import Classifier
-from raytraced.routers.raytraced import RaytracedExperts, RaytracedRouter
+from raytraced.models.output import Model
+from raytraced.routers.raytraced import RaytracedExperts
 from raytraced.routing import RoutingNetwork
 from raytraced.stopping import anytime
 from raytraced.tasks.images.dataset import Split
@@ -51,7 +52,7 @@ def draw_sequences(model: Classifier, split: Split, path: Path, num_images: int 
     merit_B = 2 * (answer_B == labels_B) + (first_B != answer_B)
     chosen = spread(out.num_experts, merit_B, num_images)
     traces = [trace(model, images[index], names[int(labels_B[index])], names) for index in chosen]
-    draw_traces(traces, router_of(model).routing, path)
+    draw_traces(traces, path)
 
 
 def spread(values_B: Tensor, merit_B: Tensor, num: int) -> list[int]:
@@ -65,15 +66,15 @@ def spread(values_B: Tensor, merit_B: Tensor, num: int) -> list[int]:
     return chosen
 
 
-def router_of(model: Classifier) -> RaytracedRouter:
-    """The router of a raytraced classifier."""
-    assert isinstance(model.layer, RaytracedExperts)
-    return model.layer.router
+def has_sequences(model: Model) -> TypeGuard[Classifier]:
+    """Whether a model is a raytraced classifier."""
+    return isinstance(model, Classifier) and isinstance(model.layer, RaytracedExperts)
 
 
 def trace(model: Classifier, image: Tensor, label: str | None, class_names: Sequence[str], title: str = "") -> Trace:
     """Follow one image (C, H, W), in bytes, through the model."""
-    (route,), router = model(image[None]).routes, router_of(model)
+    assert isinstance(model.layer, RaytracedExperts)
+    (route,), router = model(image[None]).routes, model.layer.router
     answers = [class_names[int(step.logits.argmax())] for step in anytime(model, image[None])]
     nodes = [int(node) for node in route.nodes[0] if node >= 0]
     entry_N = router.entry(model.input_block(image[None]))[0]
@@ -97,18 +98,21 @@ def sent_rates(routing: RoutingNetwork, entry_N: Tensor, active_LN: Tensor) -> l
     return sent
 
 
-def draw_traces(traces: list[Trace], routing: RoutingNetwork, path: Path) -> None:
+def draw_traces(traces: list[Trace], path: Path) -> None:
     """One panel an image, side by side."""
-    width = max(2.1, 0.28 * routing.num_experts)
-    height = 0.5 + width * (9.4 + 1.6 * routing.num_layers) / (routing.num_experts + 0.8)
+    num_layers, num_experts = len(traces[0].sent), len(traces[0].entry)
+    width = max(2.1, 0.28 * num_experts)
+    height = 0.5 + width * (9.4 + 1.6 * num_layers) / (num_experts + 0.8)
     with matplotlib.rc_context({"font.size": 9, "text.color": INK}):
         figure = Figure(figsize=(width * len(traces), height), facecolor="white", layout="constrained")
         title = "Activation sequences: each image lights its own experts, one after the other; lines are firing rates"
         figure.suptitle("\n".join(wrap(title, round(12 * width * len(traces)))), fontsize=10)
         panels = figure.subplots(1, len(traces), squeeze=False)[0]
         for axes, one in zip(panels, traces, strict=True):
-            draw_trace(axes, one, routing.num_layers, routing.num_experts)
-        name_rows(panels[0], routing.num_layers)
+            draw_trace(axes, one, num_layers, num_experts)
+        for number, name in enumerate([*(f"layer {layer + 1}" for layer in range(num_layers)), "output node"]):
+            place = (-0.75, -1.6 * number + 0.5)
+            panels[0].text(*place, name, fontsize=6.5, color="#6B7280", ha="left", va="center", zorder=5)
         figure.savefig(path, dpi=130)
 
 
@@ -118,9 +122,8 @@ def draw_trace(axes: Axes, one: Trace, num_layers: int, num_experts: int) -> Non
     axes.set_aspect("equal")
     middle, top, bottom = (num_experts - 1) / 2, 1.5, -1.6 * (num_layers - 1) - 1.6
     side = 1.5  # half the image's side
-    axes.imshow(
-        one.image, cmap="gray_r", vmin=0, vmax=1, extent=(middle - side, middle + side, top, top + 2 * side), zorder=2
-    )
+    extent = (middle - side, middle + side, top, top + 2 * side)
+    axes.imshow(one.image, cmap="gray_r", vmin=0, vmax=1, extent=extent, zorder=2)
     frame = Rectangle((middle - side, top), 2 * side, 2 * side, fill=False, edgecolor=FAINT, linewidth=0.7, zorder=3)
     axes.add_patch(frame)
     told = one.title if one.label is None else f"is\n“{one.label}”"
@@ -146,13 +149,6 @@ def draw_trace(axes: Axes, one: Trace, num_layers: int, num_experts: int) -> Non
     draw_answers(axes, one, middle, bottom - 0.9)
     axes.set_xlim(-0.9, num_experts - 0.1)
     axes.set_ylim(bottom - 3.6, top + 2 * side + 0.1)
-
-
-def name_rows(axes: Axes, num_layers: int) -> None:
-    """Say once what the rows of nodes are."""
-    rows = [f"layer {layer + 1}" for layer in range(num_layers)] + ["output node"]
-    for number, name in enumerate(rows):
-        axes.text(-0.75, -1.6 * number + 0.5, name, fontsize=6.5, color="#6B7280", ha="left", va="center", zorder=5)
 
 
 def draw_edge(axes: Axes, start: tuple[float, float], end: tuple[float, float], rate: float) -> None:

@@ -1,8 +1,9 @@
 """Images and their classes: what a batch is, how a model for it is built, how its answers are judged.
 
-Axes: B batch, Y classes, n samples of a split, K numbers of experts.
+Axes: B batch, Y classes, n samples of a split, K numbers of experts or answers.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,52 +13,40 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from raytraced.models.classifier import Classifier
 from raytraced.models.output import Model
-from raytraced.routers.raytraced import RaytracedExperts
-from raytraced.tasks.images.dataset import Dataset
-from raytraced.tasks.images.loader import Loader
+from raytraced.tasks.images.dataset import Dataset, Loader
 from raytraced.tasks.images.loading import load
+from raytraced.tasks.images.own import read_image
 from raytraced.tasks.task import Batch, Table, Task
-from raytraced.words import did_you_mean
+from raytraced.words import did_you_mean, require
 
 NUM_BINS = 15  # of the calibration error
 NUM_SHOWN = 12  # images of each number of experts in the gallery
+MOST_DRAWN = 8  # images of one's own in a picture
+OPTIONS: dict[str, type] = {"size": int, "colour": bool, "skip_bad": bool, "augment": bool}
 
 
 class ImageTask(Task[Dataset]):
     """One class for each image; the larger the share of right answers, the better."""
 
     name = "images"
+    family = ""
     better = "accuracy"
     formats = {"accuracy": ".2%"}  # noqa: RUF012
 
     def load(self, data: str, root: str | None = None, **options: Any) -> Dataset:
-        return load(data, root, **{key: value for key, value in self.checked(options).items() if key != "augment"})
-
-    @staticmethod
-    def checked(options: dict[str, Any]) -> dict[str, Any]:
-        """Refuse an option that images do not have, or whose value is of another kind."""
-        kinds: dict[str, type] = {"size": int, "colour": bool, "skip_bad": bool, "augment": bool}
         for name, value in options.items():
-            if name not in kinds:
-                raise ValueError(f"data option {name}: images have no such option; {did_you_mean(name, kinds)}")
-            if type(value) is not kinds[name]:
-                raise ValueError(
-                    f"data option {name}={value!r}: must be {'true or false' if kinds[name] is bool else 'a whole number'}"
-                )
-        return options
+            if name not in OPTIONS:
+                raise ValueError(f"data option {name}: images have no such option; {did_you_mean(name, OPTIONS)}")
+            rule = "must be true or false" if OPTIONS[name] is bool else "must be a whole number"
+            require(type(value) is OPTIONS[name], f"data option {name}", repr(value), rule)
+        return load(data, root, **{name: value for name, value in options.items() if name != "augment"})
 
     def loader(self, data: Dataset, split: str, batch_size: int, options: dict[str, Any], **place: Any) -> Loader:
         return Loader(getattr(data, split), batch_size, augment=options.get("augment", False), **place)
 
     def spec(self, data: Dataset) -> dict[str, Any]:
-        return {
-            "image_shape": list(data.image_shape),
-            "class_names": list(data.class_names),
-            "mean": list(data.mean),
-            "std": list(data.std),
-        }
+        return {name: list(getattr(data, name)) for name in ("image_shape", "class_names", "mean", "std")}
 
     def check(self, data: Dataset) -> None:
         """Refuse a data set in which a class has no training image: its accuracy would be a riddle."""
@@ -79,10 +68,8 @@ class ImageTask(Task[Dataset]):
         """Refuse images of another shape, and a class that the model does not know."""
         assert model.card is not None
         shape, names = tuple(model.card.spec["image_shape"]), known_classes(model)
-        if data.image_shape != shape:
-            raise ValueError(
-                f"data={data.name}: has images of shape {data.image_shape}; {model.name} was trained on {shape}"
-            )
+        rule = f"has images of shape {data.image_shape}; {model.name} was trained on {shape}"
+        require(data.image_shape == shape, "data", data.name, rule)
         for name in data.class_names:
             if name not in names:
                 told = f"{', '.join(names[:10])}{', …' if len(names) > 10 else ''}"
@@ -91,8 +78,8 @@ class ImageTask(Task[Dataset]):
     def loss(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
         return cross_entropy(logits, batch.targets, reduction="sum", label_smoothing=smoothing)
 
-    def losses(self, logits: Tensor, batch: Batch) -> Tensor:
-        return cross_entropy(logits, batch.targets, reduction="none")
+    def each(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        return cross_entropy(logits, batch.targets, reduction="none", label_smoothing=smoothing)
 
     def sums(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         return {"correct": (logits.argmax(-1) == batch.targets).sum()}
@@ -138,18 +125,63 @@ class ImageTask(Task[Dataset]):
             for name, accuracy, experts in per_class
         ]
 
-    def draw(self, model: Model, data: Dataset, folder: Path) -> list[Path]:
-        from raytraced.tasks.images.sequences import draw_sequences
+    def draw(self, model: Model, data: Dataset, folder: Path) -> None:
+        from raytraced.tasks.images.sequences import draw_sequences, has_sequences
 
-        if not isinstance(model, Classifier) or not isinstance(model.layer, RaytracedExperts):
-            return []
-        draw_sequences(model, data.test, folder / "sequences.png")
-        return [folder / "sequences.png"]
+        if has_sequences(model):
+            draw_sequences(model, data.test, folder / "sequences.png")
 
-    def predict(self, model: Model, paths: Sequence[str], **options: Any) -> list[dict[str, Any]]:
-        from raytraced.tasks.images.prediction import predict
+    def predict(
+        self, model: Model, paths: Sequence[str], top: int, asked: dict[str, Any], picture: Path | None
+    ) -> list[dict[str, Any]]:
+        assert model.card is not None
+        (channels, height, width), names = model.card.spec["image_shape"], known_classes(model)
+        require(1 <= top <= len(names), "top", top, f"must lie in 1 … {len(names)}, the number of classes")
+        if not model.answers_along_the_way:
+            rule = f"only for models that answer along the way, {model.name} does not"
+            require(asked["max_experts"] is None, "max_experts", asked["max_experts"], rule)
+        files = image_files(paths)
+        read = [read_image(path, height=height, width=width, colour=channels > 1) for path in files]
+        images = torch.stack([torch.from_numpy(image) for image in read])
+        with torch.no_grad():
+            out = model(images.to(next(model.parameters()).device), **asked)
+        probs_BK, answers_BK = out.logits.float().softmax(-1).topk(top)
+        if picture is not None:
+            from raytraced.tasks.images.sequences import draw_traces, has_sequences, trace
 
-        return predict(model, known_classes(model), paths, **options)
+            if not has_sequences(model):
+                raise ValueError(f"sequence={picture}: {model.name} has no activation sequence to draw")
+            shown = zip(images[:MOST_DRAWN], files, strict=False)
+            draw_traces([trace(model.cpu(), image, None, names, path.name) for image, path in shown], picture)
+        if (mean := model.card.spec.get("mean")) and channels == 1:
+            tell_inverted(files, images, mean[0])
+        rows = []
+        for path, probs, answers, experts in zip(files, probs_BK, answers_BK, out.num_experts, strict=True):
+            row: dict[str, Any] = {"image": str(path), "answer": names[answers[0]], "probability": float(probs[0])}
+            for rank in range(1, top):
+                row |= {f"{rank + 1}.": names[answers[rank]], f"{rank + 1}. probability": float(probs[rank])}
+            rows.append(row | {"experts": int(experts)})
+        return rows
+
+
+def image_files(paths: Sequence[str]) -> list[Path]:
+    """Files as they are, folders as the files below them."""
+    found: list[Path] = []
+    for path in map(Path, paths):
+        below = sorted(one for one in path.rglob("*") if one.is_file() and not one.name.startswith("."))
+        if path.is_dir() and not below:
+            raise ValueError(f"{path}: the folder holds no files")
+        found += below if path.is_dir() else [path]
+    return found
+
+
+def tell_inverted(files: Sequence[Path], images: Tensor, mean: float) -> None:
+    """Say on stderr which grey images look like negatives of the training images."""
+    for path, image in zip(files, images, strict=True):
+        brightness = float(image.float().mean()) / 255
+        if abs(brightness - mean) > abs(1 - brightness - mean) + 0.25:
+            told = f"mean brightness {brightness:.2f}, training images {mean:.2f}"
+            print(f"raytraced: {path}: looks inverted ({told}); try its negative", file=sys.stderr)
 
 
 def known_classes(model: Model) -> tuple[str, ...]:

@@ -1,0 +1,1 @@
+"""The task of texts: what the next byte, or the next token, will be."""

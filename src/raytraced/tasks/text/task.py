@@ -1,0 +1,177 @@
+"""Texts and what comes next: what a batch is, how a model for it is built, how its answers are judged.
+
+Axes: B windows of a batch, T tokens of a window, V vocabulary, n windows of a split, G kinds of bytes.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from raytraced.models.output import Model
+from raytraced.tasks.task import Batch, Table, Task
+from raytraced.tasks.text.dataset import Dataset
+from raytraced.tasks.text.loader import Loader
+from raytraced.tasks.text.loading import load
+from raytraced.words import did_you_mean
+
+KINDS = ("letter", "digit", "space", "punctuation", "other")
+"""of bytes; other: control characters, and all that are not ASCII"""
+
+
+def kind_of(byte: int) -> int:
+    """The number of a byte's kind."""
+    character = chr(byte)
+    if byte >= 128 or (byte < 32 and not character.isspace()) or byte == 127:
+        return 4
+    return 0 if character.isalpha() else 1 if character.isdigit() else 2 if character.isspace() else 3
+
+
+KIND_OF_BYTE = torch.tensor([kind_of(byte) for byte in range(256)])
+
+
+class TextTask(Task[Dataset]):
+    """The token after each; the fewer bits a byte of the text takes, the better."""
+
+    name = "text"
+    family = "gpt"
+    better = "bits_per_byte"
+    higher = False
+    formats = {"bits_per_byte": ".3f"}  # noqa: RUF012
+
+    def load(self, data: str, root: str | None = None, **options: Any) -> Dataset:
+        kinds: dict[str, Any] = {"context": int, "steps": int, "judged": int | None, "tokenizer": str}
+        for name, value in options.items():
+            if name not in kinds:
+                raise ValueError(f"data option {name}: texts have no such option; {did_you_mean(name, kinds)}")
+            if not isinstance(value, kinds[name]) or isinstance(value, bool):
+                wanted = "a path" if name == "tokenizer" else "a whole number"
+                raise ValueError(f"data option {name}={value!r}: must be {wanted}")
+        return load(data, root, **options)
+
+    def loader(self, data: Dataset, split: str, batch_size: int, options: dict[str, Any], **place: Any) -> Loader:
+        return Loader(getattr(data, split), batch_size, data.steps, lengths=data.lengths, **place)
+
+    def spec(self, data: Dataset) -> dict[str, Any]:
+        tokens = {} if data.tokenizer is None else {"tokenizer": data.tokenizer}
+        return {"context": data.context, "vocabulary": data.vocabulary, **tokens}
+
+    def build(self, model: str, data: Dataset, options: dict[str, Any]) -> Model:
+        for name in ("context", "tokenizer", "vocabulary"):
+            if name in options:
+                raise ValueError(
+                    f"model option {name}: follows from the data; give --data_options.context or .tokenizer"
+                )
+        return super().build(model, data, options)
+
+    def check(self, data: Dataset) -> None:
+        """Whatever could be wrong with a text was told when it was loaded."""
+
+    def load_for(self, model: Model, data: str, root: str | None = None) -> Dataset:
+        """In the windows and tokens that a model knows."""
+        assert model.card is not None
+        spec, trained = model.card.spec, model.card.training.get("data_options", {})
+        own = {name: spec[name] for name in ("context", "tokenizer") if name in spec}
+        loaded = self.load(data, root, **{name: value for name, value in trained.items() if name != "tokenizer"} | own)
+        self.check_fits(model, loaded)
+        return loaded
+
+    def check_fits(self, model: Model, data: Dataset) -> None:
+        """Refuse tokens that the model does not know."""
+        assert model.card is not None
+        if data.vocabulary != model.card.spec.get("vocabulary", 256):
+            known = model.card.spec.get("vocabulary", 256)
+            raise ValueError(f"data={data.name}: has {data.vocabulary} different tokens; {model.name} knows {known}")
+
+    def each(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        """The loss of each token (B, T), 0 for padding."""
+        flat = cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none", label_smoothing=smoothing)
+        loss_BT = flat.view(batch.targets.shape)
+        return loss_BT if batch.mask is None else loss_BT * batch.mask
+
+    def num_bytes(self, batch: Batch) -> Tensor:
+        """How many bytes each target stands for (B, T), none for padding."""
+        sizes = torch.ones_like(batch.targets) if batch.sizes is None else batch.sizes
+        return sizes if batch.mask is None else sizes * batch.mask
+
+    def sums(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+        return {"bytes": self.num_bytes(batch).sum()}
+
+    def means(self, sums: dict[str, float], num_targets: float) -> dict[str, float]:
+        return {"bits_per_byte": sums["loss"] / max(1.0, sums["bytes"]) / math.log(2)}
+
+    def columns(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Nats and bytes of each window, and of its tokens by position and by kind: what figures are the quotients of."""
+        nats_BT, bytes_BT = self.each(logits, batch).double(), self.num_bytes(batch)
+        columns = {"nats": nats_BT.sum(-1), "bytes": bytes_BT.sum(-1)}
+        for first, last in stretches(batch.targets.shape[1]):
+            columns[f"nats from {first}"] = nats_BT[:, first - 1 : last].sum(-1)
+            columns[f"bytes from {first}"] = bytes_BT[:, first - 1 : last].sum(-1)
+        if batch.sizes is None:
+            kinds_BT = self.groups(batch)
+            for number, kind in enumerate(KINDS):
+                columns[f"nats {kind}"] = (nats_BT * (kinds_BT == number)).sum(-1)
+                columns[f"bytes {kind}"] = (bytes_BT * (kinds_BT == number)).sum(-1)
+        return columns
+
+    def groups(self, batch: Batch) -> Tensor:
+        """The kind of each byte; tokens of more bytes have none."""
+        if batch.sizes is not None:
+            return super().groups(batch)
+        return KIND_OF_BYTE.to(batch.targets.device)[batch.targets]
+
+    def num_groups(self, data: Dataset) -> int:
+        return len(KINDS) if data.lengths is None else 1
+
+    def figures(self, data: Dataset, split: str, tables: Sequence[Table]) -> dict[str, Any]:
+        """Bits a byte: of all, by position, by kind of byte and by domain; and the experts that each of these ran."""
+        columns, load = tables[-1].columns, tables[-1].load
+        positions = stretches(data.context)
+        figures: dict[str, Any] = {
+            "bits_per_byte": bits(columns, ""),
+            "bits_by_position": {f"{first}-{last}": bits(columns, f" from {first}") for first, last in positions},
+        }
+        if data.lengths is None:
+            figures["bits_by_kind"] = {kind: bits(columns, f" {kind}") for kind in KINDS}
+            if load is not None:
+                num_G = [float(columns[f"bytes {kind}"].sum()) for kind in KINDS]
+                ran_G = load.flatten(1).sum(1).tolist()
+                figures["experts_by_kind"] = {
+                    kind: ran / num if num else None for kind, ran, num in zip(KINDS, ran_G, num_G, strict=True)
+                }
+        if len(data.domain_names) > 1:
+            number_n = torch.from_numpy(getattr(data, split).windows[:, 0]).to(columns["bytes"].device)
+            parts = {
+                name: {key: column[number_n == number] for key, column in columns.items()}
+                for number, name in enumerate(data.domain_names)
+            }
+            figures["bits_by_domain"] = {name: bits(part, "") for name, part in parts.items()}
+            figures["experts_by_domain"] = {
+                name: float(part["experts"].sum() / part["targets"].sum()) for name, part in parts.items()
+            }
+        return figures
+
+    def group_rows(self, data: Dataset, result: Any) -> list[dict[str, Any]]:
+        """By domain, by kind of byte and by position in the window."""
+        figures, rows = result, []
+        for part in ("domain", "kind", "position"):
+            for name, value in figures.get(f"bits_by_{part}", {}).items():
+                experts = figures.get(f"experts_by_{part}", {}).get(name)
+                title = f"{part} {name}" if part == "position" else name
+                rows.append({"part": title, "bits_per_byte": value, "experts": experts})
+        return rows
+
+
+def stretches(context: int) -> list[tuple[int, int]]:
+    """Positions 1-3, 4-15, 16-63, … up to the context: how many tokens could be looked at, itself included."""
+    firsts = [1, *(4**power for power in range(1, context.bit_length()) if 4**power < context)]
+    return list(zip(firsts, [first - 1 for first in firsts[1:]] + [context], strict=True))
+
+
+def bits(columns: dict[str, Tensor], which: str) -> float | None:
+    """Bits a byte, from sums of nats and of bytes; None where there is no byte."""
+    num = float(columns[f"bytes{which}"].sum())
+    return float(columns[f"nats{which}"].sum()) / num / math.log(2) if num else None

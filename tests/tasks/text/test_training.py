@@ -1,0 +1,111 @@
+"""End to end, in small: trained on the bundled text, stopped and gone on, by one process and by two."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import raytraced
+from raytraced.cli import main
+from raytraced.tasks.text.task import TextTask
+from raytraced.training.config import TrainConfig, write_config
+from raytraced.training.interrupt import Interrupted
+from raytraced.training.loop import train
+from raytraced.training.objective import Objective
+from raytraced.training.run_folder import RunFolder, create_run_folder
+from training.runs import assert_same_run
+from training.test_distributed import torchrun
+from training.test_resume import SignalAt
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.setattr("raytraced.training.loop.draw_pictures", lambda *_: None)
+    monkeypatch.setattr("raytraced.training.loop.write_event", lambda *_: None)
+    return TrainConfig(
+        data="shakespeare",
+        model="gpt-mre",
+        model_options={
+            "dim": 16,
+            "num_heads": 2,
+            "hidden": 16,
+            "num_layers": 2,
+            "num_experts": 3,
+            "train_select": "sample",
+        },
+        data_options={"context": 16, "steps": 6, "judged": 512},
+        epochs=2,
+        batch_size=9,
+        lr=0.01,
+        optimizer="adamw",
+        threads=1,
+        output=str(tmp_path),
+        name="run",
+    )
+
+
+def test_it_learns_is_evaluated_and_goes_on_where_it_was_stopped(config, tmp_path, capsys):
+    whole = train(replace(config, name="whole"))
+    first, last = whole.read_metrics()
+    assert last["train_bits_per_byte"] < first["train_bits_per_byte"] < 9
+    assert last["train_loss"] == pytest.approx(last["train_bits_per_byte"] * math.log(2))
+    run = create_run_folder(config, "")
+    for steps in (4, 5):  # within an epoch, each time
+        with pytest.raises(Interrupted):
+            train(config, run, SignalAt(steps))
+    train(config, run)
+    assert_same_run(run, whole)
+
+    model, summary = raytraced.load(run.path), whole.read_summary()
+    assert (model.card.task, model.card.data) == ("text", "shakespeare")
+    assert model.card.spec == {"context": 16, "vocabulary": 256, "num_heads": 2, "depth": 2}
+    assert summary["test"]["num_samples"] == 32
+    assert main(["evaluate", str(run.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == summary["test"]
+    assert main(["evaluate", str(run.path)]) == 0
+    told = capsys.readouterr().out
+    assert all(word in told for word in ("bits_per_byte", "letter", "position 4-16", "at most so many experts"))
+    (tmp_path / "other.txt").write_bytes(b"\xff\xfe is no UTF-8, and is fine. " * 40)
+    assert main(["evaluate", str(run.path), "--data", str(tmp_path / "other.txt")]) == 0
+    assert main(["runs", "--output", str(tmp_path)]) == 0
+
+
+def test_two_shares_of_a_batch_have_the_gradient_of_the_whole(config):
+    task, torch_seed = TextTask(), 11
+    data = task.load(config.data, **config.data_options)
+
+    def gradients(world):
+        torch.manual_seed(0)
+        model = task.build(config.model, data, config.model_options)
+        for rank in range(world):
+            objective = Objective(model, config, task, world)
+            batch = next(task.loader(data, "train", 9, {}, rank=rank, world_size=world).epoch(0))
+            (objective(batch, torch_seed, 9 * 16).loss / world).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for one, other in zip(gradients(1), gradients(2), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_do_what_one_does(config, tmp_path, strategy):
+    config = replace(config, optimizer="sgd")  # AdamW would make whole steps of the rounding of gradients near zero
+    whole = train(replace(config, name="whole"))
+    (tmp_path / "config.yaml").write_text(write_config(replace(config, strategy=strategy)))
+    torchrun(2, "-m", "raytraced.cli", "train", "-c", str(tmp_path / "config.yaml"))
+    run = RunFolder(tmp_path / "run")
+    for ours, theirs in zip(run.read_metrics(), whole.read_metrics(), strict=True):
+        for name in (
+            "train_bits_per_byte",
+            "train_experts",
+            "validation_bits_per_byte",
+            "validation_experts",
+            "gradient_norm",
+        ):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+    one, other = raytraced.load(run.path).state_dict(), raytraced.load(whole.path).state_dict()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-3, atol=1e-4)
