@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import load_file
 
 from raytraced.training.run_folder import RunFolder
-from raytraced.training.state import TIMING_FIELDS
+
+TIMING_FIELDS = ("seconds", "samples_per_second")  # of a metrics line, which two identical runs need not share
 
 
 def weights(run: RunFolder) -> dict[str, torch.Tensor]:

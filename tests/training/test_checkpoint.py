@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from raytraced.saving import DamagedFileError
-from raytraced.training.checkpoint import (
+from raytraced.training.state import (
     Checkpoint,
     list_checkpoints,
     load_checkpoint,
@@ -116,7 +116,7 @@ def test_full_disk_keeps_the_last_checkpoint_and_leaves_no_part(tmp_path):
     save_checkpoint(tmp_path, example(1))
     program = f"""
 import resource, signal, sys, pathlib, torch
-from raytraced.training.checkpoint import Checkpoint, save_checkpoint
+from raytraced.training.state import Checkpoint, save_checkpoint
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 try:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from raytraced.training.checkpoint import list_checkpoints, load_checkpoint
 from raytraced.training.config import write_config
 from raytraced.training.loop import train
 from raytraced.training.run_folder import RunFolder, create_run_folder
+from raytraced.training.state import list_checkpoints, load_checkpoint
 from raytraced.training.world import World
 from training import worker
 from training.runs import assert_close, metrics, weights
@@ -38,6 +38,7 @@ def assert_close_runs(run, whole) -> None:
 
 def test_two_processes_under_the_same_command_equal_one(config, no_pictures, tmp_path):
     # batches of 16 leave a last one of 7, of which one process gets 3 and the other 4
+    config = replace(config, optimizer="sgd")  # Adam would make whole steps of the rounding of gradients near zero
     whole = train(replace(config, name="whole"))
     file = tmp_path / "config.yaml"
     file.write_text(write_config(config))

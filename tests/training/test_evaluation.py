@@ -9,10 +9,13 @@ import torch
 from raytraced import build, load
 from raytraced.cost import sample_cost
 from raytraced.models.classifier import InputBlock
+from raytraced.models.output import Output
+from raytraced.sequence import Route
 from raytraced.tasks.images.dataset import Split
 from raytraced.tasks.images.task import NUM_SHOWN, ImageTask, calibration_error
+from raytraced.tasks.task import Batch
 from raytraced.training.config import TrainConfig
-from raytraced.training.evaluation import evaluate
+from raytraced.training.evaluation import Diverged, add_load, evaluate
 from raytraced.training.loop import train
 from raytraced.training.objective import Objective
 from raytraced.training.world import World
@@ -42,15 +45,18 @@ def evaluate_test(model, data, batch_size: int, **options):
 
 @pytest.mark.parametrize("select", ["greedy", "sample"])
 def test_evaluation_does_not_depend_on_the_batch_size(model, digits, select):
-    whole = evaluate_test(model, digits, 1000, select=select).as_dict()
+    whole = evaluate_test(model, digits, 1000, select=select)
     assert whole.keys() >= {"budgets", "lengths", "gallery", "class_load", "macs", "accuracy_by_prefix"}
     for batch_size in (1, 7, 79, 80):
         # one row times a matrix is rounded otherwise than many: counts are equal, sums to the last digits
-        assert_close(evaluate_test(model, digits, batch_size, select=select).as_dict(), whole)
+        assert_close(evaluate_test(model, digits, batch_size, select=select), whole)
 
 
 def test_evaluation_is_deterministic(model, digits):
     assert evaluate_test(model, digits, 64) == evaluate_test(model, digits, 64)
+    assert evaluate_test(model, digits, 64, select="sample") == evaluate_test(
+        model, digits, 64, select="sample", seed=0
+    )
     assert evaluate_test(model, digits, 64, select="sample") != evaluate_test(
         model, digits, 64, select="sample", seed=1
     )
@@ -58,7 +64,7 @@ def test_evaluation_is_deterministic(model, digits):
 
 def test_figures_equal_a_loop_over_samples(model, digits):
     result = evaluate_test(model, digits, 50)
-    found, labels = result.as_dict(), digits.test.labels.tolist()
+    found, labels = result, digits.test.labels.tolist()
     steps = []  # by image, by budget: correct, experts, multiply-adds, those of experts
     losses, parameters, active = [], [], []
     with torch.no_grad():
@@ -86,6 +92,8 @@ def test_figures_equal_a_loop_over_samples(model, digits):
         sum(found["macs"][name] for name in found["macs"] if name != "total")
     )
     assert found["macs"]["total"] == pytest.approx(steps[:, -1, 2].mean())
+    assert found["macs"].keys() == {"total", "input", "routing", "experts", "head"}
+    assert "figures" not in found, "the task's own stand beside the others"
     assert found["macs"]["input"] == 64 * 8
     assert found["macs"]["head"] == 8 * 10
     # a sample whose sequence has ended keeps its last answer; no more budgets than the longest sequence has experts
@@ -108,10 +116,71 @@ def test_figures_equal_a_loop_over_samples(model, digits):
         assert found["gallery"].get(str(length), []) == shown
 
 
+def test_costs_and_budgets_are_for_full_evaluations(model, digits):
+    result = evaluate(TASK, digits, "test", Objective(model, TrainConfig(), TASK).predict, ALONE, batch_size=50)
+    assert result["macs"] == {}
+    assert result["used_parameters"] is None
+    assert "budgets" not in result
+
+
+def test_sequences_of_one_expert_have_two_budgets(digits):
+    model = TASK.build("mre", digits, {"dim": 8, "num_layers": 1, "num_experts": 3}).eval()
+    with torch.no_grad():
+        model.layer.router.gate.bias.copy_(torch.tensor([50.0, 0.0, 0.0]))  # all rays enter at the first expert
+    assert [row["experts"] for row in evaluate_test(model, digits, 50)["budgets"]] == [0, 1]
+
+
+def test_answers_that_are_not_finite_are_counted(model, digits):
+    predict = Objective(model, TrainConfig(), TASK).predict
+
+    def spoiled(batch, *rest):
+        spoil = (batch.rows == 3)[:, None]
+        return [
+            (out._replace(logits=out.logits.masked_fill(spoil, torch.nan)), cost) for out, cost in predict(batch, *rest)
+        ]
+
+    with pytest.raises(Diverged, match=r"^1 of 80 answers are not finite"):
+        evaluate(TASK, digits, "test", spoiled, ALONE, batch_size=50)
+
+
+def test_the_load_of_a_second_routed_layer_stands_below_that_of_the_first(digits):
+    first, second = torch.randint(0, 2, (80, 2, 4)), torch.randint(0, 2, (80, 3, 4))
+    out = Output(
+        torch.zeros(80, 10), tuple(Route(active, None, active.sum((1, 2)), None) for active in (first, second))
+    )
+    batch = Batch(digits.test.images, digits.test.labels, torch.arange(80))
+    load = add_load(TASK, digits, batch, out, None).sum(0)
+    assert load.tolist() == [*first.sum(0).tolist(), *second.sum(0).tolist()]
+
+
+class OneOfThree(World):
+    """A process that hears nothing of the others."""
+
+    def sum(self, tensor):
+        return tensor
+
+    def largest(self, values):
+        return values
+
+
+def test_each_process_answers_its_own_part_of_a_split(model, digits):
+    predict, parts = Objective(model, TrainConfig(), TASK).predict, []
+    for rank in range(3):
+        parts.append([])
+
+        def spy(batch, *rest, rank=rank, **options):
+            parts[rank] += batch.rows.tolist()
+            return predict(batch, *rest, **options)
+
+        evaluate(TASK, digits, "test", spy, OneOfThree(rank, 3, torch.device("cpu")), batch_size=12)
+    assert sorted(row for part in parts for row in part) == list(range(80))
+    assert all(20 < len(part) < 40 for part in parts)
+
+
 def test_every_sample_goes_through_the_input_once_for_all_budgets(model, digits, monkeypatch):
     seen, forward = [], InputBlock.forward
     monkeypatch.setattr(InputBlock, "forward", lambda self, images: seen.append(len(images)) or forward(self, images))
-    assert len(evaluate_test(model, digits, 50).budgets) > 2
+    assert len(evaluate_test(model, digits, 50)["budgets"]) > 2
     assert seen == [50, 30]
 
 
@@ -129,16 +198,16 @@ def test_run_judges_each_epoch_once_and_in_the_end_both_splits_once(config, no_p
 
 def test_budget_is_kept_and_then_there_is_one_answer(model, digits):
     result = evaluate_test(model, digits, 50, max_experts=2)
-    assert result.budgets == []
+    assert "budgets" not in result
     assert result["accuracy_by_prefix"] is None
-    rows = evaluate_test(model, digits, 50).budgets
+    rows = evaluate_test(model, digits, 50)["budgets"]
     assert result["accuracy"] == pytest.approx(rows[2]["accuracy"])
-    assert result.macs["total"] == pytest.approx(rows[2]["macs"])
+    assert result["macs"]["total"] == pytest.approx(rows[2]["macs"])
 
 
 def test_model_with_one_answer_has_no_budgets(digits):
     model = TASK.build("top-k", digits, {"dim": 8, "num_layers": 2, "num_experts": 4})
-    found = evaluate_test(model, digits, 50).as_dict()
+    found = evaluate_test(model, digits, 50)
     assert found["accuracy_by_prefix"] is None
     assert not found.keys() & {"budgets", "lengths", "gallery", "class_load"}
     assert found["mean_experts"] == 4  # the best two in both layers
@@ -228,6 +297,6 @@ def test_untrained_model_answers_by_chance_alone():
         for parameter in model.head.parameters():
             parameter.zero_()
     result = evaluate_test(model, digits, 500)
-    assert result.loss == pytest.approx(np.log(10), rel=1e-6)
+    assert result["loss"] == pytest.approx(np.log(10), rel=1e-6)
     assert result["accuracy"] == pytest.approx(float((digits.test.labels == 0).double().mean()))
     assert result["calibration_error"] == pytest.approx(abs(result["accuracy"] - 0.1), abs=1e-6)

@@ -12,12 +12,12 @@ import torch
 
 from raytraced.tasks.images.dataset import Dataset, Split
 from raytraced.tasks.images.task import ImageTask
-from raytraced.training.checkpoint import list_checkpoints, load_checkpoint
 from raytraced.training.config import write_config
-from raytraced.training.faults import Diverged
+from raytraced.training.evaluation import Diverged
 from raytraced.training.loop import train
 from raytraced.training.objective import Objective
 from raytraced.training.run_folder import RunFolder
+from raytraced.training.state import list_checkpoints, load_checkpoint
 from training.runs import assert_same_run
 
 

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from raytraced import build
+from raytraced import RaytracedExperts, build, stop_losses
 from raytraced.cost import sample_cost
 from raytraced.tasks.images.task import ImageTask
 from raytraced.tasks.task import Batch
 from raytraced.training.config import TrainConfig
-from raytraced.training.objective import PREFIXES, Objective, seeded, step_seed
+from raytraced.training.objective import PREFIXES, STOP_WEIGHT, Objective, seeded, step_seed
 from training.stripes import GRID
 
 
@@ -91,13 +91,46 @@ def test_padding_is_left_out_of_a_step(batch):
     assert seen[3] is mask
 
 
-def test_the_price_of_experts_is_a_price_for_each_of_the_global_batch(batch):
-    free, charged = make(), make(config=TrainConfig(expert_cost=0.25))
-    charged.load_state_dict(free.state_dict())
-    runs = int(free.model(batch.inputs).num_experts.sum())
-    for num_global in (5, 8):
-        more = charged(batch, 0, num_global).loss - free(batch, 0, num_global).loss
-        assert more.item() == pytest.approx(0.25 * runs / num_global, rel=1e-4)
+def test_the_loss_on_stops_asks_long_sequences_to_end_and_short_ones_to_go_on(batch):
+    """By hand: who is easier than how many, how many experts are due, and what that says of the output node's rate."""
+    objective = make(config=TrainConfig(target_experts=3.0))
+    free = make()
+    free.load_state_dict(objective.state_dict())
+    with torch.no_grad():
+        out = free.model(batch.inputs)
+    (route,), each = out.routes, cross_entropy(out.logits, batch.targets, reduction="none")
+    expected = 0.0
+    for row in range(5):
+        due = 3.0 * (0.4 + 1.2 * int((each < each[row]).sum()) / 4)
+        rate, over = float(route.rates.output[row]), int(route.num_active[row]) - due
+        expected += -math.log(rate) if over > 0.5 else -math.log(1 - rate) if over < -0.5 else 0.0
+    more = objective(batch, 0, 5).loss - free(batch, 0, 5).loss
+    assert expected > 0
+    assert more.item() == pytest.approx(STOP_WEIGHT * expected / 5, rel=1e-4)
+
+
+@pytest.mark.parametrize("estimator", ["none", "reinmax"])
+@pytest.mark.parametrize("target", [2.0, 5.0])
+def test_lengths_come_to_their_target_and_follow_difficulty(estimator, target):
+    """Gates that see the input learn how hard it is: here its first number is its difficulty."""
+    torch.manual_seed(0)
+    layer = RaytracedExperts(6, 3, 4, sight_rank=4, estimator=estimator, reach=0.0)
+    optimizer = torch.optim.Adam(layer.router.parameters(), 0.01)
+    hidden = torch.randn(256, 6)
+    easier = hidden[:, 0].argsort().argsort() / 255
+    for _ in range(300):
+        optimizer.zero_grad()
+        stop_losses(layer(hidden).route, easier, target).mean().backward()
+        optimizer.step()
+    lengths = layer.eval()(hidden).route.num_active.double()
+    assert abs(float(lengths.mean()) - target) < 0.75  # within half an expert nobody is asked to move
+    assert torch.stack((lengths, easier.double())).corrcoef()[0, 1] > 0.5
+
+
+def test_how_many_are_easier_does_not_count_padding(batch):
+    losses, mask = torch.tensor([[0.5, 2.0], [1.0, 0.0]]), torch.tensor([[True, True], [True, False]])
+    assert make().easier(losses, None, 4)[0].tolist() == pytest.approx([1 / 3, 1.0])
+    assert make().easier(losses, mask, 3)[mask].tolist() == [0.0, 1.0, 0.5]
 
 
 def test_every_parameter_has_a_gradient_where_processes_wait_for_one_another(batch):
@@ -165,8 +198,22 @@ def test_predictions_draw_by_seed_and_row_where_they_are_asked_to(batch):
 def test_what_a_model_cannot_do_is_refused_but_an_empty_share_is_not(batch):
     with pytest.raises(ValueError, match=r"anytime_loss=0.5: model 'mre' does not answer along a sequence"):
         make(model="top-k", config=TrainConfig(anytime_loss=0.5))
-    priced = TrainConfig(expert_cost=0.5)
-    with pytest.raises(ValueError, match="cannot learn to use fewer experts"):
-        make(model="top-k", config=priced)(batch, 0, 5)
+    for model in ("top-k", "threshold"):
+        with pytest.raises(
+            ValueError, match=r"target_experts=3\.0: model 'mre' has no sequence that could end elsewhere"
+        ):
+            make(model=model, config=TrainConfig(target_experts=3.0))(batch, 0, 5)
     empty = Batch(batch.inputs[:0], batch.targets[:0], batch.rows[:0])
-    assert make(2, model="top-k", config=priced)(empty, 0, 5).loss.item() == 0  # another process has all of the batch
+    assert make(2)(empty, 0, 5).loss.item() == 0  # another process has all of the batch
+
+
+@pytest.mark.parametrize("model", ["mre", "top-k", "threshold"])
+def test_the_loss_on_looks_is_that_of_the_answers_after_each_layer(batch, model):
+    config = TrainConfig(look_loss=0.3, label_smoothing=0.1)
+    objective = make(model=model, config=config)
+    found = objective(batch, 3, 5)
+    out = objective.model(batch.inputs, looks=True)
+    last = cross_entropy(out.logits, batch.targets, label_smoothing=0.1)
+    early = torch.stack([cross_entropy(logits, batch.targets) for logits in out.looks]).mean()
+    assert len(out.looks) == GRID["num_layers"]
+    torch.testing.assert_close(found.loss, 0.7 * last + 0.3 * early)

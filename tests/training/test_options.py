@@ -10,12 +10,11 @@ from safetensors.torch import load_file
 from raytraced import build
 from raytraced.tasks.images.task import ImageTask
 from raytraced.tasks.task import Batch
-from raytraced.training.checkpoint import list_checkpoints, load_checkpoint
 from raytraced.training.config import TrainConfig, preset_values
-from raytraced.training.faults import rehearse
 from raytraced.training.loop import train
 from raytraced.training.objective import Objective, step_seed
 from raytraced.training.optim import build_optimizer, gradient_norm, learning_rate_factor
+from raytraced.training.state import list_checkpoints, load_checkpoint
 from training.runs import weights
 from training.stripes import GRID
 
@@ -35,8 +34,9 @@ CHANGES = {
     "weight_decay": 0.1,
     "clip": 0.01,
     "label_smoothing": 0.1,
-    "expert_cost": 0.1,
+    "target_experts": 2.0,
     "anytime_loss": 0.5,
+    "look_loss": 0.5,
     "seed": 1,
 }
 # Options that must not change the weights, and where else their effect is shown.
@@ -44,6 +44,7 @@ ELSEWHERE = {
     "data": "test_cli.py",
     "data_root": "tests/data",
     "preset": "test_cli.py",
+    "select": "test_a_model_is_judged_drawn_where_asked",
     "patience": "test_patience_stops_early_and_keeps_the_best_weights",
     "device": "tests/commands/test_train.py",
     "threads": "test_threads_are_set",
@@ -102,10 +103,10 @@ def test_gradient_is_clipped_to_its_largest_norm_and_only_then():
 
 
 def test_loss_is_the_sum_of_its_parts():
-    """Cross-entropy with smoothing, the price of experts, and one prefix a step, computed by hand from the logits."""
+    """Cross-entropy with smoothing, and one prefix a step, computed by hand from the logits."""
     model = build("mre", image_shape=(1, 8, 8), num_classes=3, **GRID)
     images, labels, rows = torch.randn(5, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1]), torch.arange(5)
-    objective = Objective(model, TrainConfig(label_smoothing=0.2, expert_cost=0.25, anytime_loss=0.4), ImageTask())
+    objective = Objective(model, TrainConfig(label_smoothing=0.2, anytime_loss=0.4), ImageTask())
 
     def cross_entropy(logits, smoothing=0.0):
         target = torch.nn.functional.one_hot(labels, 3) * (1 - smoothing) + smoothing / 3
@@ -119,7 +120,7 @@ def test_loss_is_the_sum_of_its_parts():
 
         loss = objective(Batch(images, labels, rows), seed, 5).loss.item()
         out = answer()
-        whole = 0.6 * cross_entropy(out.logits, 0.2) + 0.25 * out.routes[0].active.sum() / 5
+        whole = 0.6 * cross_entropy(out.logits, 0.2)
         by_prefix = {k: (whole + 0.4 * cross_entropy(answer(max_experts=k).logits)).item() for k in (0, 1, 2, 3, 4)}
         matching = {k for k, expected in by_prefix.items() if loss == pytest.approx(expected, rel=1e-5)}
         assert matching, (seed, loss, by_prefix)
@@ -147,23 +148,17 @@ def test_models_own_loss_counts_once_whatever_the_share_of_a_process(name, optio
     assert loss.item() == pytest.approx(parts.item() * 5 * 2 / 8, rel=1e-5)
 
 
-def test_cost_dial_uses_fewer_experts(train_with):
-    # reach holds against the dial while training is young, and a small grid has nowhere to go but down: without it here
-    options = {"model_options": GRID | {"train_select": "sample", "reach": 0.0}, "epochs": 6, "lr": 0.02}
-    runs = [train_with(name=str(cost), expert_cost=cost, **options) for cost in (0.0, 0.5)]
-    free, dear = (run.read_metrics()[-1]["train_experts"] for run in runs)
-    assert dear < free - 0.5
-
-
 def test_anytime_loss_is_refused_where_there_is_no_sequence(train_with, tmp_path):
     with pytest.raises(ValueError, match=r"anytime_loss=0\.3: model 'top-k' does not answer along a sequence"):
         train_with(model="top-k", anytime_loss=0.3, output=str(tmp_path / "runs"))
     assert not (tmp_path / "runs").exists()  # refused before anything is written
 
 
-def test_cost_dial_is_refused_where_it_cannot_work(train_with, tmp_path):
-    with pytest.raises(ValueError, match=r"expert_cost=0\.1: model 'top-k' cannot learn to use fewer experts"):
-        train_with(model="top-k", expert_cost=0.1, output=str(tmp_path / "runs"))
+def test_a_target_is_refused_where_no_sequence_ends(train_with, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"target_experts=3\.0: model 'top-k' has no sequence that could end elsewhere"
+    ):
+        train_with(model="top-k", target_experts=3.0, output=str(tmp_path / "runs"))
     assert not (tmp_path / "runs").exists()
 
 
@@ -173,7 +168,7 @@ def test_rehearsal_leaves_no_trace():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     batch = Batch(torch.randn(5, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1]), torch.arange(5))
     objective = Objective(model, TrainConfig(), ImageTask())
-    rehearse(objective, batch)
+    objective.rehearse(batch)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     objective(batch, 0, 5)
@@ -193,7 +188,7 @@ def test_patience_stops_early_and_keeps_the_best_weights(train_with):
 
 def test_checkpoints_are_written_by_the_clock_and_by_steps(train_with, monkeypatch):
     steps: list[int] = []
-    monkeypatch.setattr("raytraced.training.state.save_checkpoint", lambda _, checkpoint: steps.append(checkpoint.step))
+    monkeypatch.setattr("raytraced.training.loop.save_checkpoint", lambda _, checkpoint: steps.append(checkpoint.step))
     train_with(epochs=1)
     assert steps == [6]  # after the epoch
     steps.clear()
@@ -253,6 +248,7 @@ def test_presets_name_options_that_exist():
         ("lr_experts", float("nan"), "must be positive and finite"),
         ("label_smoothing", 1.0, "must lie in 0 … 1"),
         ("anytime_loss", 1.5, "must lie in 0 … 1"),
+        ("look_loss", -0.5, "must lie in 0 … 1"),
         ("warmup", 41.0, "must not exceed epochs=40"),
         ("name", "a/b", "must be a plain folder name"),
         ("name", "", "must be a plain folder name"),
@@ -262,3 +258,11 @@ def test_what_cannot_be_meant_is_refused_by_name_value_and_rule(name, value, rul
     with pytest.raises(ValueError, match=rule) as error:
         TrainConfig(**{name: value})
     assert str(error.value).startswith(f"{name}={value!r}: ")
+
+
+def test_a_model_is_judged_drawn_where_asked(train_with):
+    options = {"epochs": 2, "model_options": GRID | {"reach": 0.0}}
+    runs = {select: train_with(name=select, select=select, **options) for select in ("greedy", "sample")}
+    assert all(torch.equal(one, weights(runs["sample"])[name]) for name, one in weights(runs["greedy"]).items())
+    greedy, drawn = (run.read_summary()["test"]["mean_experts"] for run in runs.values())
+    assert greedy != drawn

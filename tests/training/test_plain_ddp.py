@@ -25,11 +25,11 @@ def expert():
 
 
 LAYERS = {
-    "a plan": lambda: RaytracedExperts(5, 3, 8, expert=expert),
+    "a plan": lambda: RaytracedExperts(5, 3, 8, expert=expert, estimator="reinmax"),
     "step by step": lambda: routed_layer(TopK, 5, 3, 8, expert=expert),
     "in rounds": lambda: routed_layer(ChainOfExperts, 5, 2, 8, expert=expert),
-    "stacks, nobody active": lambda: RaytracedExperts(5, 2, 3),
-    "modules, nobody active": lambda: RaytracedExperts(5, 2, 3, expert=expert),
+    "stacks, nobody active": lambda: RaytracedExperts(5, 2, 3, estimator="reinmax", sight_rank=0),
+    "modules, nobody active": lambda: RaytracedExperts(5, 2, 3, expert=expert, estimator="reinmax", sight_rank=0),
 }
 
 

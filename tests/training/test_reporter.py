@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from raytraced.training.reporter import LiveBar, PlainLines, Reporter, Silent, make_reporter
+from raytraced.training.reporter import LiveBar, PlainLines, Reporter, make_reporter
 
 FORMATS = {"accuracy": ".2%"}
 MEANS = {"loss": 0.12345, "accuracy": 0.98765, "experts": 17.25}
@@ -43,7 +43,7 @@ def test_plain_line_fits_80_columns_and_tells_the_time_left(monkeypatch, capsys)
 
 
 def test_silent_says_only_warnings(capsys):
-    reporter = Silent()
+    reporter = Reporter()
     tell(reporter)
     reporter.note("good to know")
     reporter.warn("must know")
@@ -51,7 +51,7 @@ def test_silent_says_only_warnings(capsys):
 
 
 @pytest.mark.parametrize(
-    ("quiet", "terminal", "kind"), [(True, True, Silent), (False, True, LiveBar), (False, False, PlainLines)]
+    ("quiet", "terminal", "kind"), [(True, True, Reporter), (False, True, LiveBar), (False, False, PlainLines)]
 )
 def test_reporter_fits_where_the_output_goes(monkeypatch, quiet, terminal, kind):
     monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from raytraced.training.checkpoint import list_checkpoints
 from raytraced.training.config import write_config
 from raytraced.training.interrupt import Interrupted
 from raytraced.training.loop import train
-from raytraced.training.reporter import Silent
+from raytraced.training.reporter import Reporter
 from raytraced.training.run_folder import RunFolder, create_run_folder
+from raytraced.training.state import list_checkpoints
 from training.runs import assert_same_run, metrics, weights
 
 # a run has 3 epochs of 6 steps: 87 images in batches of 16
 
 
-class SignalAt(Silent):
+class SignalAt(Reporter):
     """Sends this process a signal after so many steps."""
 
     def __init__(self, step: int, number: int = signal.SIGINT) -> None:
@@ -51,7 +51,7 @@ def test_resumed_run_is_bitwise_identical(config, no_pictures, stops):
         {"optimizer": "sgd", "lr": 0.05, "warmup": 1.0},
         {"optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "schedule": "constant"},
         {"patience": 1, "lr_routing": 1e-3},
-        {"anytime_loss": 0.5, "expert_cost": 0.01, "label_smoothing": 0.1},
+        {"anytime_loss": 0.5, "target_experts": 3.0, "label_smoothing": 0.1},
     ],
 )
 def test_every_option_survives_a_resume(config, no_pictures, options):

@@ -17,18 +17,17 @@ from raytraced.models.classifier import Classifier
 from raytraced.tasks.images.task import ImageTask
 from raytraced.tasks.task import Batch
 from raytraced.training.config import TrainConfig, read_config
-from raytraced.training.distribute import distribute
 from raytraced.training.evaluation import evaluate
 from raytraced.training.interrupt import Interrupted
 from raytraced.training.loop import train
 from raytraced.training.objective import Objective
 from raytraced.training.optim import gradient_norm, whole
-from raytraced.training.reporter import Silent
+from raytraced.training.reporter import Reporter
 from raytraced.training.run_folder import RunFolder
 from raytraced.training.world import join_world
 
 
-class SignalAt(Silent):
+class SignalAt(Reporter):
     """Sends this process SIGTERM after so many steps; 0 never does."""
 
     def __init__(self, step: int) -> None:
@@ -64,7 +63,7 @@ def gradients(world, strategy: str) -> dict[str, list[float]]:
     images, labels = torch.randn(2, 1, 2, 2), torch.tensor([0, 1])
     first, last = (2 * rank // world.size for rank in (world.rank, world.rank + 1))
     model = custom_model()
-    compute = distribute(Objective(model, TrainConfig(), ImageTask(), world.size), world, strategy)
+    compute = world.distribute(Objective(model, TrainConfig(), ImageTask(), world.size), strategy)
     part = Batch(images[first:last], labels[first:last], torch.arange(first, last))
     compute(part, 5, world.total(part.num_targets)).loss.backward()
     gradient_norm(list(model.parameters()), None)
@@ -76,7 +75,7 @@ def figures(world, model_file: str, data_file: str) -> dict:
     task, model = ImageTask(), load(model_file)
     predict = Objective(model, TrainConfig(), task, world.size).eval().predict
     data = task.load(data_file)
-    return evaluate(task, data, "test", predict, world, batch_size=7, full=True).as_dict()
+    return evaluate(task, data, "test", predict, world, batch_size=7, full=True)
 
 
 def measure(model_file: str, data_file: str, file: str) -> None:

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from raytraced.words import require
 
 Preset = Literal["best", "paper", "quick"]
@@ -20,7 +22,7 @@ class TrainConfig:
     """Options of a training run."""
 
     data: str = "digits"
-    """data set: digits, mnist, fashion-mnist, cifar10, a folder of class folders, or an .npz file"""
+    """data set: see `raytraced data list`; or a path: a folder of class folders, an .npz file, a text or a folder of texts"""
     model: str = "mre"
     """model: see `raytraced models`"""
     preset: Preset = "best"
@@ -56,11 +58,15 @@ class TrainConfig:
     """share of the target that is spread over all answers"""
     patience: int | None = None
     """stop after this many epochs without a better figure on validation data, and keep the best weights"""
-    expert_cost: float = 0.0
-    """the price of an expert: this times the number of experts run is added to the loss"""
+    target_experts: float | None = None
+    """the mean number of experts that sequences learn to end at, fewer for what is easy and more for what is hard"""
     anytime_loss: float = 0.0
     """share (0 to 1) of the loss that is asked of the answers along the sequence, not only of the last one"""
+    look_loss: float = 0.0
+    """share (0 to 1) of the loss that is asked of the answers after no layer, after the first, …, for who stops when sure"""
 
+    select: Literal["greedy", "sample"] = "greedy"
+    """how experts are chosen when the model is judged, on validation and test data"""
     seed: int = 0
     """of the weights, the order of the data and all draws"""
     device: str = "auto"
@@ -88,26 +94,23 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
         at_least = {"epochs": 0, "batch_size": 1, "seed": 0, "patience": 1, "threads": 1, "checkpoint_steps": 1}
-        at_least |= {"warmup": 0, "weight_decay": 0, "expert_cost": 0, "checkpoint_seconds": 0}
+        at_least |= {"warmup": 0, "weight_decay": 0, "checkpoint_seconds": 0}
         for name, least in at_least.items():
             value = getattr(self, name)
             require(value is None or value >= least, name, value, f"must be at least {least}")
-        for name in ("lr", "lr_routing", "lr_experts", "clip"):
+        for name in ("lr", "lr_routing", "lr_experts", "clip", "target_experts"):
             value = getattr(self, name)
             require(value is None or 0 < value < float("inf"), name, value, "must be positive and finite")
-        smoothing = self.label_smoothing
-        require(0 <= smoothing < 1, "label_smoothing", smoothing, "must lie in 0 … 1 (1 excluded)")
-        require(0 <= self.anytime_loss <= 1, "anytime_loss", self.anytime_loss, "must lie in 0 … 1")
+        require(
+            0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "must lie in 0 … 1 (1 excluded)"
+        )
+        for name in ("anytime_loss", "look_loss"):
+            require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "must lie in 0 … 1")
         require(self.warmup <= self.epochs, "warmup", self.warmup, f"must not exceed epochs={self.epochs}")
         require(self.seed < 2**63, "seed", self.seed, "must be below 2**63")
         if self.name is not None:
             is_plain = bool(self.name) and Path(self.name).name == self.name
             require(is_plain, "name", repr(self.name), "must be a plain folder name; --output sets where it is made")
-
-    @staticmethod
-    def preset_values(chosen: dict[str, Any]) -> dict[str, Any]:
-        """The defaults that go with the chosen preset, data and model."""
-        return preset_values(chosen["preset"], chosen["data"], chosen["model"])
 
 
 def preset_values(preset: Preset, data: str, model: str) -> dict[str, Any]:
@@ -116,34 +119,27 @@ def preset_values(preset: Preset, data: str, model: str) -> dict[str, Any]:
     # A step of the paper's small models takes milliseconds: threads gain little, and where other work keeps a core
     # busy they wait for one another (digits: 10 s with one thread, minutes with two).
     threads = {"threads": 1}
+    if model.startswith("gpt-"):  # found on validation bytes of the bundled text: docs/text.md
+        text = {"batch_size": 16, "optimizer": "adamw", "lr": 3e-3, "weight_decay": 0.1, "clip": 1.0}
+        return threads | text | {"epochs": 2 if preset == "quick" else 10}
     if preset == "paper":
-        return threads | {
-            "epochs": 40,
-            "batch_size": 256,
-            "lr": 5e-3 if model.startswith("mre") else 1e-3,
-            "schedule": "constant",
-        }
+        paper = {"epochs": 40, "batch_size": 256, "lr": 1e-3, "schedule": "constant"}
+        return threads | paper | ({"select": "sample"} if model == "mre-paper" else {})
     best: dict[str, Any] = {"epochs": 60, "batch_size": 64} if digits else {"epochs": 40, "batch_size": 256}
     best |= {"optimizer": "adamw", "weight_decay": 0.1}  # every model gains by it: docs/recipe.md
-    if model == "mre":  # every prefix answers well, at little loss of accuracy
-        best |= {"anytime_loss": 0.25}
+    if model == "mre":  # answers early, and ends early where that is easy: docs/recipe.md
+        best |= {"look_loss": 0.5, "target_experts": 6.0}
     return threads | best | ({"epochs": 5 if digits else 2} if preset == "quick" else {})
 
 
 def write_config(config: TrainConfig) -> str:
     """The configuration as the text of config.yaml."""
-    import yaml
-
     return str(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True))
 
 
 def read_config(path: str | os.PathLike[str]) -> TrainConfig:
     """The configuration that a run folder's config.yaml holds."""
-    import yaml
-
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        return TrainConfig(**values)
+        return TrainConfig(**yaml.safe_load(Path(path).read_text(encoding="utf-8")))
     except (yaml.YAMLError, TypeError) as error:
-        first_line = str(error).splitlines()[0]
-        raise ValueError(f"{path}: is not the configuration of a run ({first_line})") from error
+        raise ValueError(f"{path}: is not the configuration of a run ({str(error).splitlines()[0]})") from error

@@ -4,7 +4,6 @@ n samples of the split, B samples of a batch, T targets of a sample, L layers, N
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,39 +16,12 @@ from raytraced.training.world import World
 
 MACS = ("total", "input", "routing", "experts", "head")
 
-Answered = list[tuple[Output, SampleCost | None]]
-Predict = Callable[..., Answered]
-"""predict(batch, seed, full, **options): the answer to a batch; `full`: also its cost, and the answers with 0, 1, … experts"""
+Answers = list[tuple[Output, SampleCost | None]]
+"""to a batch: one; or with at most 0, 1, … experts, and with their costs"""
 
 
 class Diverged(ValueError):  # noqa: N818 (a finding, not a mistake)
     """The loss or a gradient is not, or no longer, finite."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Figures over a whole split."""
-
-    num_samples: int
-    loss: float
-    mean_experts: float
-    expert_load: list[list[float]]
-    """(L, N): share of the targets that activated each expert, the layers of all routed layers one below the other"""
-    used_parameters: float | None
-    macs: dict[str, float]
-    """mean multiply-adds of a target; of a full evaluation, as the two below"""
-    figures: dict[str, Any]
-    """the task's own"""
-    budgets: list[dict[str, float]]
-    """of models that answer along the way, with at most 0, 1, … experts"""
-
-    def __getitem__(self, name: str) -> Any:
-        return self.figures[name]
-
-    def as_dict(self) -> dict[str, Any]:
-        """All figures side by side, as a run's summary holds them."""
-        own = {name: value for name, value in vars(self).items() if name not in ("figures", "budgets")}
-        return own | self.figures | ({"budgets": self.budgets} if self.budgets else {})
 
 
 @torch.no_grad()
@@ -57,27 +29,26 @@ def evaluate(
     task: Task,
     data: Data,
     split: str,
-    predict: Predict,
+    predict: Callable[..., Answers],
     world: World,
     *,
     batch_size: int,
     seed: int = 0,
     full: bool = False,
     **options: Any,
-) -> Evaluation:
-    """Evaluate on every sample of a split; options (select, max_experts) go to the model; `full`: with costs and prefixes.
+) -> dict[str, Any]:
+    """The figures of every sample of a split; options (select, max_experts) go to the model; `full`: with costs and prefixes.
 
     Each sample's figures land in its own row of a table, which is summed in one order at the end: neither the batch
     size nor the number of processes has a say.
     """
-    loader = task.loader(
-        data, split, batch_size, {}, shuffle=False, rank=world.rank, world_size=world.size, device=world.device
-    )
+    place = {"rank": world.rank, "world_size": world.size, "device": world.device}
+    loader = task.loader(data, split, batch_size, {}, shuffle=False, **place)
     rows: list[Tensor] = []
     noted: list[list[dict[str, Tensor]]] = []  # by batch, by number of experts
     load: Tensor | None = None
     for number, batch in enumerate(loader.epoch(0)):
-        batch = batch._replace(rows=batch.rows + number * batch_size)
+        batch = batch._replace(rows=batch.rows + number * loader.batch_size)
         answers = predict(batch, seed, full, **options)
         rows.append(batch.rows)
         noted.append([note(task, batch, out, cost) for out, cost in answers])
@@ -103,16 +74,12 @@ def evaluate(
 def note(task: Task, batch: Batch, out: Output, cost: SampleCost | None) -> dict[str, Tensor]:
     """The columns of a batch: sums over each sample's targets."""
     logits = out.logits.float()
-    noted = {"experts": out.num_experts}
+    noted = {"experts": out.num_runs}
     noted["targets"] = torch.ones_like(batch.targets) if batch.mask is None else batch.mask
     if cost is not None:
         parts = (cost.multiply_adds, *cost[2:])
-        noted |= {"parameters": cost.parameters} | {
-            f"macs_{name}": part for name, part in zip(MACS, parts, strict=True)
-        }
-    columns = {
-        name: value.double().flatten(1).sum(1) if value.ndim > 1 else value.double() for name, value in noted.items()
-    }
+        noted |= {"parameters": cost.parameters, **dict(zip([f"macs_{name}" for name in MACS], parts, strict=True))}
+    columns = {name: value.double().unsqueeze(-1).flatten(1).sum(1) for name, value in noted.items()}
     own = {"loss": task.losses(logits, batch).double() * columns["targets"], **task.columns(logits, batch)}
     return columns | {name: value.double() for name, value in own.items()}
 
@@ -125,16 +92,13 @@ def add_load(task: Task, data: Data, batch: Batch, out: Output, load: Tensor | N
     return load.index_add(0, task.groups(batch).flatten(), active.flatten(0, -3))
 
 
-def summarise(task: Task, data: Data, split: str, tables: list[Table]) -> Evaluation:
-    """Means over the targets of a split."""
+def summarise(task: Task, data: Data, split: str, tables: list[Table]) -> dict[str, Any]:
+    """Means over the targets of a split, as a run's summary holds them."""
     last = tables[-1]
     assert last.load is not None
-    num = float(last.columns["targets"].sum())
-    if not bool(last.columns["loss"].isfinite().all()):
-        num_bad = int((~last.columns["loss"].isfinite()).sum())
-        raise Diverged(
-            f"{num_bad} of {len(last.columns['loss'])} answers are not finite: the weights diverged, or are damaged"
-        )
+    num, is_finite_n = float(last.columns["targets"].sum()), last.columns["loss"].isfinite()
+    if num_bad := int((~is_finite_n).sum()):
+        raise Diverged(f"{num_bad} of {len(is_finite_n)} answers are not finite: the weights diverged, or are damaged")
 
     def mean(name: str, table: Table = last) -> float:
         return float(table.columns[name].sum() / num)
@@ -144,13 +108,15 @@ def summarise(task: Task, data: Data, split: str, tables: list[Table]) -> Evalua
         rest = {"experts": mean("experts", table), "macs": mean("macs_total", table)}
         return {task.better: figures[task.better]} | rest | {"expert_macs": mean("macs_experts", table)}
 
-    return Evaluation(
-        num_samples=len(last.columns["targets"]),
-        loss=mean("loss"),
-        mean_experts=mean("experts"),
-        expert_load=(last.load.sum(0) / num).tolist(),
-        used_parameters=mean("parameters") if "parameters" in last.columns else None,
-        macs={name: mean(f"macs_{name}") for name in MACS if f"macs_{name}" in last.columns},
-        figures=task.figures(data, split, tables),
-        budgets=[at_budget(table) for table in tables] if len(tables) > 1 else [],
-    )
+    is_full = "parameters" in last.columns
+    return {
+        "num_samples": len(is_finite_n),
+        "loss": mean("loss"),
+        "mean_experts": mean("experts"),
+        # (L, N): share of the targets that activated each expert, the layers of all routed layers one below the other
+        "expert_load": (last.load.sum(0) / num).tolist(),
+        "used_parameters": mean("parameters") if is_full else None,
+        "macs": {name: mean(f"macs_{name}") for name in MACS} if is_full else {},
+        **task.figures(data, split, tables),
+        **({"budgets": [at_budget(table) for table in tables]} if len(tables) > 1 else {}),
+    }

@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+# Windows has no SIGHUP.
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
 
 class Interrupted(Exception):  # noqa: N818 (not an error)
     """The run was asked to stop, and has saved itself."""
@@ -37,11 +40,9 @@ def listen() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread may install handlers
         yield request
         return
-    names = ("SIGINT", "SIGTERM", "SIGHUP")  # the last is not on every system
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    previous = [signal.signal(number, request.receive) for number in numbers]
+    previous = {n: signal.signal(n, request.receive) for n in SIGNALS}
     try:
         yield request
     finally:
-        for number, handler in zip(numbers, previous, strict=True):
+        for number, handler in previous.items():
             signal.signal(number, handler)

@@ -4,30 +4,41 @@ A run's whole future follows from its state (weights, optimizer, step, metrics s
 rates are pure functions of the seed and the step. So a run that was stopped anywhere goes on exactly where it was.
 """
 
+import importlib.util
+import platform
+import tempfile
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from raytraced.cost import num_parameters
-from raytraced.models.card import ModelCard
+from raytraced.models.output import Model
 from raytraced.saving import load, rebuild, save_tensors
 from raytraced.tasks.table import find_task
 from raytraced.tasks.task import Data, Task
 from raytraced.training import optim
-from raytraced.training.checkpoint import newest_checkpoint
 from raytraced.training.config import PRIVATE_FIELDS, TrainConfig
-from raytraced.training.distribute import distribute
-from raytraced.training.evaluation import Evaluation, evaluate
-from raytraced.training.faults import diverged, rehearse
+from raytraced.training.evaluation import evaluate
 from raytraced.training.interrupt import Interrupted, StopRequest, listen
 from raytraced.training.objective import Objective, step_seed
-from raytraced.training.outcome import summarise, write_event
-from raytraced.training.reporter import Reporter, Silent
+from raytraced.training.reporter import Reporter
 from raytraced.training.run_folder import RunFolder, create_run_folder
-from raytraced.training.state import State, Totals, epoch_metrics, restore_state, save_state, tells_how_to_go_on
+from raytraced.training.state import (
+    State,
+    Totals,
+    diverged,
+    epoch_metrics,
+    make_checkpoint,
+    newest_checkpoint,
+    restore_state,
+    save_checkpoint,
+    tells_how_to_go_on,
+)
 from raytraced.training.world import World, join_world
 
 EVALUATION_BATCH = 1000
@@ -38,7 +49,7 @@ def train(
 ) -> RunFolder:
     """Train as configured and return the run folder; with `run`, go on with that one."""
     with join_world(config.device) as world, listen() as request, ExitStack() as held:
-        reporter = (reporter or Silent()) if world.leads else Reporter()
+        reporter = reporter if reporter is not None and world.leads else Reporter()
         try:
             return _train(config, run, world, request, held, reporter, pictures)
         except Interrupted as stop:
@@ -51,15 +62,15 @@ def train(
 
 def _train(
     config: TrainConfig,
-    run: RunFolder | None,
+    begun: RunFolder | None,
     world: World,
     request: StopRequest,
     held: ExitStack,
     reporter: Reporter,
     pictures: bool,
 ) -> RunFolder:
-    if run is not None:  # two processes must never write one run
-        world.from_leader(partial(held.enter_context, run.writing()))
+    if begun is not None:  # two processes must never write one run
+        world.from_leader(partial(held.enter_context, begun.writing()))
     if config.threads:
         torch.set_num_threads(config.threads)
 
@@ -71,7 +82,10 @@ def _train(
     loader = task.loader(data, "train", config.batch_size, config.data_options, seed=config.seed, **place)
     torch.manual_seed(config.seed)
     model = task.build(config.model, data, config.model_options)
-    card = make_card(config, task, data, model.card)
+    # a path of one machine is no business of who gets the model
+    training = {key: value for key, value in asdict(config).items() if key not in (*PRIVATE_FIELDS, "data")}
+    assert model.card is not None
+    card = replace(model.card, task=task.name, data=data.name, training=training)
     model.to(world.device)
     if config.compile:
         for part in model.children():
@@ -79,37 +93,54 @@ def _train(
     objective = Objective(model, config, task, world.size)
     amp = torch.autocast(world.device.type, torch.bfloat16) if config.precision == "bfloat16" else nullcontext()
     with amp:
-        rehearse(objective, next(loader.epoch(0)))
-    compute_loss = distribute(objective, world, config.strategy)
+        objective.rehearse(next(loader.epoch(0)))
+    compute_loss = world.distribute(objective, config.strategy)
     optimizer = optim.build_optimizer(model, config)
     parameters = list(model.parameters())
-    judge = partial(evaluate_on, task, data, objective, world)
+
+    def judge(split: str, full: bool = False) -> dict[str, Any]:
+        objective.eval()
+        drawn: dict[str, Any] = {} if config.select == "greedy" else {"select": config.select}
+        return evaluate(task, data, split, objective.predict, world, batch_size=EVALUATION_BATCH, full=full, **drawn)
 
     # A new run folder, or the state that an old one was left in.
     state, totals = State(), Totals(task, world)
-    if run is None:
+    if begun is None:
         started = time.strftime("%Y-%m-%d-%H%M%S")
         run = world.from_leader(partial(create_run_folder, config, started))
         world.from_leader(partial(held.enter_context, run.writing()))
         reporter.note(f"{config.model} on {config.data}, {num_parameters(model):,} parameters, into {run.path}")
     else:
+        run = begun
         checkpoint, problems = world.from_leader(partial(newest_checkpoint, run.last))
-        for problem in problems:
-            reporter.warn(f"{problem}; the checkpoint before it is used")
         if checkpoint is not None:
-            state = restore_state(checkpoint, model, optimizer, totals, world)
+            state = restore_state(checkpoint, model, optimizer, totals)
         if world.leads:
+            for problem in problems:
+                reporter.warn(f"{problem}; the checkpoint before it is used")
             run.write_metrics(state.history)
         reporter.note(f"going on after step {state.step} (epoch {state.epoch + 1})")
-    save = partial(save_state, run, config, model, optimizer, totals, world)
-    if config.batch_size > len(data.train):
-        reporter.warn(
-            f"batch_size={config.batch_size}: there are only {len(data.train)} training samples, all in one batch"
-        )
+
+    held.enter_context(tells_how_to_go_on(run))
+
+    def save() -> float:
+        """Write a checkpoint: every process gives its part, the leader writes."""
+        checkpoint = make_checkpoint(config, model, optimizer, totals, state)
+        world.from_leader(partial(save_checkpoint, run.last, checkpoint))
+        return time.monotonic()
+
+    def stop_if_asked(signal_number: int) -> None:
+        if signal_number:
+            raise Interrupted(signal_number, state.step, run.path)
+
+    if config.batch_size > len(data.train) and world.leads:
+        told = f"there are only {len(data.train)} training samples, all in one batch"
+        reporter.warn(f"batch_size={config.batch_size}: {told}")
     reporter.start(task.formats, config.epochs, len(loader), state.epoch, state.batch)
     saved_at = time.monotonic()
 
-    while state.epoch < config.epochs and not out_of_patience(config, state):
+    patience = config.epochs if config.patience is None else config.patience
+    while state.epoch < config.epochs and state.epoch - state.best_epoch < patience:
         # One epoch of steps.
         model.train()
         before, since = state.seconds, time.monotonic()
@@ -134,32 +165,27 @@ def _train(
             is_due |= config.checkpoint_steps is not None and state.step % config.checkpoint_steps == 0
             signal_number, must_save = world.largest([request.number, int(is_due)])
             if signal_number or must_save:
-                save(state)
-                saved_at = time.monotonic()
-            if signal_number:
-                raise Interrupted(signal_number, state.step, run.path)
+                saved_at = save()
+            stop_if_asked(signal_number)
 
         # The epoch's figures; the best model is written before the checkpoint that says so.
         result_v = judge("validation")
         last_rate = config.lr * optim.learning_rate_factor(config, state.step - 1, len(loader))
         state.history.append(epoch_metrics(task, state, totals.reduced(), last_rate, result_v))
-        if is_better(task, result_v[task.better], state.best):
-            state.best, state.best_epoch = result_v[task.better], state.epoch + 1
+        value = result_v[task.better]
+        if state.best is None or (value > state.best if task.higher else value < state.best):
+            state.best, state.best_epoch = value, state.epoch + 1
             tensors = optim.model_tensors(model)
             if world.leads:
-                with tells_how_to_go_on(run):
-                    save_tensors(run.best, tensors, card)
+                save_tensors(run.best, tensors, card)
         state.epoch, state.batch, state.seconds = state.epoch + 1, 0, 0.0
-        totals.clear()
-        save(state)
-        saved_at = time.monotonic()
+        totals.sums = {}
+        saved_at = save()
         if world.leads:
             run.write_metrics(state.history)
-            write_event(run, state.history[-1])
+            write_event(run, state.history)
         reporter.epoch(state.history[-1])
-        (signal_number,) = world.largest([request.number])
-        if signal_number:
-            raise Interrupted(signal_number, state.step, run.path)
+        stop_if_asked(*world.largest([request.number]))
 
     # The outcome: the last weights, or with early stopping the best, judged on test data.
     if config.patience is not None and state.best_epoch:
@@ -170,42 +196,57 @@ def _train(
     if world.leads:
         save_tensors(run.model, tensors, card)
         if pictures:
-            draw_pictures(run, state, task, data, card, tensors)
-        run.write_summary(summarise(config, state, model, result_v, result_t, world.size))
+            draw_pictures(run, state.history, task, data, rebuild(card, tensors))
+        run.write_summary(summarise(config, state, model, world) | {"validation": result_v, "test": result_t})
     return run
 
 
-def evaluate_on(
-    task: Task, data: Data, objective: Objective, world: World, split: str, full: bool = False
-) -> Evaluation:
-    """Evaluate as a user of the model would: in evaluation mode, greedy."""
-    objective.eval()
-    return evaluate(task, data, split, objective.predict, world, batch_size=EVALUATION_BATCH, full=full)
+def write_event(run: RunFolder, history: list[dict[str, Any]]) -> None:
+    """Tell TensorBoard, if that extra is installed, of all epochs up to this one: one file a run, resumed or not."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = run.path / "events"
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".events-", dir=run.path) as fresh:
+        with SummaryWriter(fresh) as writer:
+            for epoch in history:
+                for name, value in epoch.items():
+                    if isinstance(value, float):
+                        writer.add_scalar(name, value, epoch["epoch"])
+        (written,) = Path(fresh).iterdir()
+        written.replace(folder / "events.out.tfevents.run")
 
 
-def is_better(task: Task, value: float, best: float | None) -> bool:
-    """Whether a figure is better than the best so far."""
-    return best is None or (value > best if task.higher else value < best)
+def draw_pictures(run: RunFolder, history: list[dict[str, Any]], task: Task, data: Data, model: Model) -> None:
+    """The curves of training, and how the model goes through some of the data; none without the extra plots."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return
+    from raytraced.training.curves import draw_curves
+
+    if history:
+        draw_curves({run.path.name: history}, run.path / "curves.png")
+    task.draw(model, data, run.path)
 
 
-def out_of_patience(config: TrainConfig, state: State) -> bool:
-    """Whether nothing has got better for `patience` epochs."""
-    return config.patience is not None and state.epoch - state.best_epoch >= config.patience
+def summarise(config: TrainConfig, state: State, model: Model, world: World) -> dict[str, Any]:
+    """The content of summary.json besides the figures."""
+    from raytraced import __version__
 
-
-def make_card(config: TrainConfig, task: Task, data: Data, built: ModelCard | None) -> ModelCard:
-    """What a saved model must know about itself; a path of one machine is no business of who gets the model."""
-    assert built is not None
-    training = {key: value for key, value in asdict(config).items() if key not in (*PRIVATE_FIELDS, "data")}
-    return replace(built, task=task.name, data=data.name, training=training)
-
-
-def draw_pictures(
-    run: RunFolder, state: State, task: Task, data: Data, card: ModelCard, tensors: dict[str, torch.Tensor]
-) -> None:
-    """The curves of training, and how the model goes through some of the data."""
-    from raytraced.pictures.curves import draw_curves
-
-    if state.history:
-        draw_curves({run.path.name: state.history}, run.path / "curves.png")
-    task.draw(rebuild(card, tensors), data, run.path)
+    return {
+        "data": config.data,
+        "model": config.model,
+        "seed": config.seed,
+        "epochs": state.epoch,
+        "steps": state.step,
+        "parameters": num_parameters(model),
+        "weights": "last" if config.patience is None else "best",
+        "best_epoch": state.best_epoch,
+        "best_validation": state.best,
+        "seconds": sum(epoch["seconds"] for epoch in state.history),
+        "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "processes": world.size,
+        "threads": torch.get_num_threads(),
+        "versions": {"raytraced": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }

@@ -12,71 +12,59 @@ sequences.png        activation sequences of some test data (raytraced models)
 events/              for TensorBoard, if it is installed
 """
 
-import difflib
 import json
 import os
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+from uuid import uuid4
 
-from raytraced.files import flush_folder, remove_leftovers, write_file
+from raytraced.files import flush_folder, lock_file, remove_leftovers, write_file
 from raytraced.training.config import TrainConfig, read_config, write_config
+from raytraced.words import did_you_mean
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """Paths of a run's files, and the small text files' reading and writing."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.last = path / "last"
+        self.best = path / "best" / "model.safetensors"
+        self.model = path / "model.safetensors"
 
     @property
     def config(self) -> TrainConfig:
         """What was asked for."""
         return read_config(self.path / "config.yaml")
 
-    @property
-    def last(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.path / "last"
-
-    @property
-    def best(self) -> Path:
-        """The model of the best epoch."""
-        return self.path / "best" / "model.safetensors"
-
-    @property
-    def model(self) -> Path:
-        """The trained model."""
-        return self.path / "model.safetensors"
-
     def read_metrics(self) -> list[dict[str, Any]]:
-        """One dict an epoch; a last line that a crash cut short is left out."""
-        path = self.path / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        """One dict an epoch."""
+        return self._read_lines("metrics.jsonl")
 
     def write_metrics(self, history: list[dict[str, Any]]) -> None:
         """Write the whole history anew: after a crash the file may be ahead of, or behind, the checkpoint."""
-        write_file(self.path / "metrics.jsonl", "".join(json.dumps(epoch) + "\n" for epoch in history))
+        self._write_lines("metrics.jsonl", history)
 
     def read_summary(self) -> dict[str, Any] | None:
         """What came out, or None while the run is not over."""
         path = self.path / "summary.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Its presence is what marks a run as finished, so it is written last."""
+        write_file(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
     def read_continuations(self) -> list[dict[str, Any]]:
         """What was changed on the way, each time with the whole configuration from then on."""
-        path = self.path / "continuations.jsonl"
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        return self._read_lines("continuations.jsonl")
 
-    def add_continuation(self, config: TrainConfig, changes: dict[str, Any], after: dict[str, Any]) -> None:
+    def add_continuation(self, config: TrainConfig, changes: dict[str, Any]) -> None:
         """Note that the run goes on otherwise; a finished one is open again, its summary is kept with the note."""
-        stated = {**after, "changes": changes, "summary": self.read_summary(), "config": asdict(config)}
-        lines = [*self.read_continuations(), stated]
-        write_file(self.path / "continuations.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        stated = {"after_epoch": len(self.read_metrics()), "changes": changes, "summary": self.read_summary()}
+        self._write_lines("continuations.jsonl", [*self.read_continuations(), stated | {"config": asdict(config)}])
         write_file(self.path / "config.yaml", write_config(config))
         (self.path / "summary.json").unlink(missing_ok=True)
 
@@ -84,8 +72,11 @@ class RunFolder:
     def writing(self) -> Iterator[None]:
         """Be the only process that writes this run, while inside; the lock goes with the process, however it ends."""
         with (self.path / ".lock").open("a+") as file:
-            if not _take(file, shared=False):
-                raise ValueError(f"{self.path}: is being trained by process {self.writer()}; wait for it, or stop it")
+            try:
+                lock_file(file)
+            except BlockingIOError:
+                self.refuse_writer()
+                raise
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
@@ -97,11 +88,25 @@ class RunFolder:
         if not path.exists():
             return None
         with path.open() as file:
-            return None if _take(file, shared=True) else int(file.read() or 0)
+            try:
+                lock_file(file, shared=True)
+            except BlockingIOError:
+                return int(file.read() or 0)
+        return None
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        """Its presence is what marks a run as finished, so it is written last."""
-        write_file(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+    def refuse_writer(self) -> None:
+        """Two processes must never write one run."""
+        if (process := self.writer()) is not None:
+            raise ValueError(f"{self.path}: is being trained by process {process}; wait for it, or stop it")
+
+    def _read_lines(self, name: str) -> list[dict[str, Any]]:
+        """A last line that a crash cut short is left out."""
+        path = self.path / name
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def _write_lines(self, name: str, lines: Sequence[dict[str, Any]]) -> None:
+        write_file(self.path / name, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def create_run_folder(config: TrainConfig, started: str) -> RunFolder:
@@ -113,23 +118,23 @@ def create_run_folder(config: TrainConfig, started: str) -> RunFolder:
     output.mkdir(parents=True, exist_ok=True)
     data = Path(config.data).stem if os.sep in config.data else config.data
     name = config.name or f"{started}-{data}-{config.model}"
+    hidden = output / f".{name}-{uuid4().hex}"
     try:
-        hidden = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=output))
+        hidden.mkdir()
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(output)) from error
-    hidden.chmod(0o777 & ~_umask())
     write_file(hidden / "config.yaml", write_config(config))
-    number = 1
+    number, path = 1, output / name
     while True:
-        path = output / (name if number == 1 else f"{name}-{number}")
         try:
             path.mkdir()  # claims the name: of two processes only one succeeds
+            break
         except FileExistsError:
             number += 1
-            continue
-        hidden.replace(path)
-        flush_folder(output)
-        return RunFolder(path)
+            path = output / f"{name}-{number}"
+    hidden.replace(path)
+    flush_folder(output)
+    return RunFolder(path)
 
 
 def open_run(name: str, output: str = "runs") -> RunFolder:
@@ -139,8 +144,7 @@ def open_run(name: str, output: str = "runs") -> RunFolder:
             remove_leftovers(path)
             return RunFolder(path)
     known = [run.path.name for run in list_runs(output)]
-    close = difflib.get_close_matches(Path(name).name, known, n=1)
-    remedy = f"did you mean {close[0]}?" if close else f"`raytraced runs --output {output}` lists them"
+    remedy = did_you_mean(Path(name).name, known, f"`raytraced runs --output {output}` lists them")
     raise ValueError(f"{name}: is not a run folder (has no config.yaml); {remedy}")
 
 
@@ -148,22 +152,3 @@ def list_runs(output: str = "runs") -> list[RunFolder]:
     """All runs in a folder, oldest first."""
     folders = [path.parent for path in Path(output).glob("*/config.yaml") if not path.parent.name.startswith(".")]
     return [RunFolder(path) for path in sorted(folders, key=lambda path: (path / "config.yaml").stat().st_mtime)]
-
-
-def _take(file: IO[str], shared: bool) -> bool:
-    """Take the lock on an open file, unless another process has it; where there are no such locks, all may write."""
-    try:
-        import fcntl
-    except ImportError:
-        return True
-    try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -1,24 +1,32 @@
-"""Where a run is: its position, its metrics, the sums of the running epoch; written to and read from checkpoints."""
+"""Where a run is: its position, its metrics, the sums of the running epoch; and the checkpoints that hold all of it.
 
-from collections.abc import Iterator
+A checkpoint is one safetensors file that knows its own checksum: tensors (weights, optimizer state, sums) and one JSON
+text (the rest). No pickle: reading one never runs code. Two are kept, so that a damaged newest one costs a little time
+and nothing else.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from raytraced.files import remove_leftovers
+from raytraced.saving import DamagedFileError, read_tensors, write_tensors
 from raytraced.tasks.task import Task
 from raytraced.training import optim
-from raytraced.training.checkpoint import Checkpoint, list_checkpoints, save_checkpoint
 from raytraced.training.config import TrainConfig
-from raytraced.training.evaluation import Evaluation
+from raytraced.training.evaluation import Diverged
 from raytraced.training.objective import StepResult
 from raytraced.training.run_folder import RunFolder
 from raytraced.training.world import World
 
-TIMING_FIELDS = ("seconds", "samples_per_second")
-"""The fields of a metrics line that two identical runs need not share."""
+FORMAT = "raytraced-checkpoint-2"
+NUM_KEPT = 2
 
 
 @dataclass
@@ -53,15 +61,9 @@ class Totals:
 
     def reduced(self) -> dict[str, Tensor]:
         """The sums over all processes."""
-        device = self.world.device
-        tensors = {
-            name: torch.as_tensor(value, dtype=torch.float64, device=device) for name, value in self.sums.items()
-        }
+        place, dtype = self.world.device, torch.float64
+        tensors = {name: torch.as_tensor(value, device=place, dtype=dtype) for name, value in self.sums.items()}
         return {name: self.world.sum(tensor.clone()) for name, tensor in tensors.items()}
-
-    def clear(self) -> None:
-        """Begin a new epoch."""
-        self.sums = {}
 
 
 def mean_figures(task: Task, sums: dict[str, Any], seconds: float) -> dict[str, float]:
@@ -78,12 +80,11 @@ def mean_figures(task: Task, sums: dict[str, Any], seconds: float) -> dict[str, 
 
 
 def epoch_metrics(
-    task: Task, state: State, sums: dict[str, Tensor], learning_rate: float, validation: Evaluation
+    task: Task, state: State, sums: dict[str, Tensor], learning_rate: float, validation: dict[str, Any]
 ) -> dict[str, Any]:
-    """One line of metrics.jsonl."""
+    """One line of metrics.jsonl; two identical runs share all of it but seconds and samples_per_second."""
     means = mean_figures(task, sums, state.seconds)
-    judged = {name: validation[name] for name in task.formats}
-    judged = {"loss": validation.loss, **judged, "experts": validation.mean_experts}
+    judged = {name: validation[name] for name in ("loss", *task.formats)} | {"experts": validation["mean_experts"]}
     return {
         "epoch": state.epoch + 1,
         "step": state.step,
@@ -91,34 +92,84 @@ def epoch_metrics(
         **{f"train_{name}": means[name] for name in judged},
         "gradient_norm": means["gradient_norm"],
         **{f"validation_{name}": value for name, value in judged.items()},
-        "expert_load": validation.expert_load,
+        "expert_load": validation["expert_load"],
         "seconds": state.seconds,
         "samples_per_second": means["samples_per_second"],
     }
 
 
-def save_state(
-    run: RunFolder,
-    config: TrainConfig,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    totals: Totals,
-    world: World,
-    state: State,
-) -> None:
-    """Write a checkpoint; every process gives its part, the leader writes."""
-    tensors = {f"model/{name}": tensor for name, tensor in optim.model_tensors(model).items()}
-    tensors |= {f"optimizer/{name}": tensor for name, tensor in optim.optimizer_tensors(model, optimizer).items()}
-    tensors |= {f"totals/{name}": tensor for name, tensor in totals.reduced().items()}
+class Checkpoint(NamedTuple):
+    """Tensors by name, and the rest of the state as plain JSON values; step is the number of steps done."""
+
+    step: int
+    tensors: Mapping[str, Tensor]
+    state: dict[str, Any]
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write `folder/step-….safetensors` and drop all but the newest two."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"step-{checkpoint.step:010d}.safetensors"
+    write_tensors(path, checkpoint.tensors, FORMAT, "state", json.dumps(checkpoint.state | {"step": checkpoint.step}))
+    for old in list_checkpoints(folder)[NUM_KEPT:]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read and verify one file; a cut, altered or foreign one raises a DamagedFileError that says so."""
+    tensors, text = read_tensors(path, FORMAT, "state")
+    state = json.loads(text)
+    return Checkpoint(state.pop("step"), tensors, state)
+
+
+def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint (None if there is none yet) and what was wrong with each newer one.
+
+    Raises:
+        DamagedFileError: there are files, but not one is whole.
+    """
+    remove_leftovers(folder)
+    problems: list[str] = []
+    for path in list_checkpoints(folder):
+        try:
+            return load_checkpoint(path), problems
+        except DamagedFileError as error:
+            problems.append(str(error))
+    if problems:
+        raise DamagedFileError(f"no whole checkpoint: {'; '.join(problems)}")
+    return None, []
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoint files, newest first."""
+    return sorted(folder.glob("step-*.safetensors"), reverse=True)
+
+
+def make_checkpoint(
+    config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, totals: Totals, state: State
+) -> Checkpoint:
+    """All that a run needs to go on bit by bit; every process gives its part."""
+    parts = {"model": optim.model_tensors(model), "optimizer": optim.optimizer_tensors(model, optimizer)}
+    parts |= {"totals": totals.reduced()}
+    tensors = {f"{part}/{name}": tensor for part, own in parts.items() for name, tensor in own.items()}
     rest = asdict(state) | {"config": asdict(config)}  # so that an edited config.yaml cannot change the run in silence
-    step = rest.pop("step")
-    world.from_leader(lambda: write_checkpoint(run, Checkpoint(step, tensors, rest)))
+    return Checkpoint(rest.pop("step"), tensors, rest)
 
 
-def write_checkpoint(run: RunFolder, checkpoint: Checkpoint) -> None:
-    """Write it; if that fails, say what is still whole and how to go on."""
-    with tells_how_to_go_on(run):
-        save_checkpoint(run.last, checkpoint)
+def restore_state(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, totals: Totals) -> State:
+    """Put everything back as it was when the checkpoint was written."""
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "totals": {}}
+    for key, tensor in checkpoint.tensors.items():
+        part, _, name = key.partition("/")
+        parts[part][name] = tensor
+    optim.load_model_tensors(model, parts["model"])
+    optim.load_optimizer_tensors(model, optimizer, parts["optimizer"])
+    # the sums were taken over all processes: one of them goes on with them
+    share = 1.0 if totals.world.leads else 0.0
+    totals.sums = {name: tensor.to(totals.world.device) * share for name, tensor in parts["totals"].items()}
+    kept = {name: value for name, value in checkpoint.state.items() if name != "config"}
+    return State(step=checkpoint.step, **kept)
 
 
 @contextmanager
@@ -133,18 +184,17 @@ def tells_how_to_go_on(run: RunFolder) -> Iterator[None]:
         raise OSError(error.errno, reason, error.filename) from error
 
 
-def restore_state(
-    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, totals: Totals, world: World
-) -> State:
-    """Put everything back as it was when the checkpoint was written."""
-    parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "totals": {}}
-    for key, tensor in checkpoint.tensors.items():
-        part, _, name = key.partition("/")
-        parts[part][name] = tensor
-    optim.load_model_tensors(model, parts["model"])
-    optim.load_optimizer_tensors(model, optimizer, parts["optimizer"])
-    # the sums were taken over all processes: one of them goes on with them
-    share = 1.0 if world.leads else 0.0
-    totals.sums = {name: tensor.to(world.device) * share for name, tensor in parts["totals"].items()}
-    kept = {name: value for name, value in checkpoint.state.items() if name != "config"}
-    return State(step=checkpoint.step, **kept)
+def diverged(run: RunFolder, state: State, inputs: Tensor, model: nn.Module, result: StepResult) -> Diverged:
+    """Which step, which tensor first, and what is still whole."""
+    parameters = dict(model.named_parameters())
+    suspects: dict[str, Tensor | None] = {"the inputs": inputs, **parameters}
+    suspects |= {"the logits": result.logits, "the loss": result.loss}
+    suspects |= {f"the gradient of {name}": parameter.grad for name, parameter in parameters.items()}
+    known = {name: value for name, value in suspects.items() if value is not None}
+    bad = (name for name, value in known.items() if not bool(optim.whole(value.detach()).isfinite().all()))
+    kept = list_checkpoints(run.last)
+    last = f"the last good checkpoint is {kept[0]}" if kept else "there is no checkpoint yet"
+    return Diverged(
+        f"step {state.step + 1} (epoch {state.epoch + 1}): loss {float(result.loss.detach()):.4g}, first not finite: "
+        f"{next(bad, 'the norm of the gradient')}; {last}; a smaller --lr or --clip 1 usually helps"
+    )

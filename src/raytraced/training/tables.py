@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -14,7 +14,6 @@ from raytraced.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from raytraced.tasks.task import Data, Task
-    from raytraced.training.evaluation import Evaluation
 
 FORMATS = {"experts": ".2f", "probability": ".1%"}
 """how fractions are written that every task has"""
@@ -24,11 +23,17 @@ DISPENSABLE = ("parameters", "seed", "time", "validation", "data", "model", "exp
 """columns that a narrow terminal's table of runs does without, the first of them first"""
 
 
-def make_table(rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str] = FORMATS) -> Table:
-    """A row for each of some dicts of the same names; words stand to the left, numbers and what has a format to the right."""
+def make_table(
+    rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str] = FORMATS, whole: Sequence[str] = ()
+) -> Table:
+    """A row for each of some dicts of the same names; words stand to the left, numbers and what has a format to the right.
+
+    What is in columns of the names `whole` is never cut.
+    """
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name, first in rows[0].items():
-        table.add_column(name, justify="left" if isinstance(first, str) and name not in formats else "right")
+        side: Literal["left", "right"] = "left" if isinstance(first, str) and name not in formats else "right"
+        table.add_column(name, justify=side, no_wrap=name in whole)
     for row in rows:
         # of "2. probability" the last word tells what it is
         table.add_row(*(_cell(value, formats.get(name.rpartition(" ")[2], "")) for name, value in row.items()))
@@ -66,26 +71,21 @@ def run_row(run: RunFolder) -> dict[str, Any]:
 
 def print_runs(found: Sequence[dict[str, Any]]) -> None:
     """A table with a row a run, of as many columns as there is room for: a name cut short would be of no use to `resume`."""
-    console, wide = (
-        Console(),
-        Console(width=1000, height=100),
-    )  # rich heeds a width in every terminal only with a height
-    rows = [_shown(row) for row in found]
-    formats = dict.fromkeys(("epochs", "validation", "test", "time"), "") | FORMATS
-    table, left_out = make_table(rows, formats), 0
-    while console.is_terminal and wide.measure(table).maximum > console.width and left_out < len(DISPENSABLE):
-        left_out += 1
-        kept = [{name: row[name] for name in row if name not in DISPENSABLE[:left_out]} for row in rows]
-        table = make_table(kept, formats)
-    Console(width=wide.measure(table).maximum, height=100).print(table)
+    console = Console()
+    wide = Console(width=1000, height=100)  # rich heeds a width in every terminal only with a height
+    rows, formats = (
+        [_shown(row) for row in found],
+        dict.fromkeys(("epochs", "validation", "test", "time"), "") | FORMATS,
+    )
+    for num_left_out in range(len(DISPENSABLE) + 1):
+        left_out = DISPENSABLE[:num_left_out]
+        table = make_table([{name: row[name] for name in row if name not in left_out} for row in rows], formats)
+        width = wide.measure(table).maximum
+        if width <= console.width or not console.is_terminal:
+            break
+    Console(width=width, height=100).print(table)
     if left_out:
-        console.print(f"no room for {', '.join(DISPENSABLE[:left_out])}: --json tells all", style="dim")
-
-
-def _state(row: dict[str, Any]) -> str:
-    if row["process"] is not None:
-        return f"running (process {row['process']})"
-    return "complete" if row["complete"] else "can be resumed"
+        console.print(f"no room for {', '.join(left_out)}: --json tells all", style="dim")
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
@@ -96,6 +96,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
         value = row.get(key)
         return "" if value is None else f"{value:.2%}" if key.endswith("accuracy") else f"{value:.4g}"
 
+    state = "complete" if row["complete"] else "can be resumed"
     return {
         "run": Path(row["run"]).name,
         "data": Path(row["data"]).name,
@@ -107,14 +108,8 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
         "experts": row["experts"],
         "parameters": row["parameters"],
         "time": clock(row["seconds"]),
-        "state": _state(row),
+        "state": state if row["process"] is None else f"running (process {row['process']})",
     }
-
-
-def short_names(runs: Sequence[RunFolder]) -> list[str]:
-    """Names that tell runs apart: the folder's own, or the whole path where two share it."""
-    names = [run.path.name for run in runs]
-    return [name if names.count(name) == 1 else str(run.path) for name, run in zip(names, runs, strict=True)]
 
 
 def print_outcome(run: RunFolder) -> None:
@@ -134,29 +129,29 @@ def print_outcome(run: RunFolder) -> None:
         print(f"activation sequences of some test data: {picture}")
 
 
-def _worst_and_best(groups: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Of many groups those that tell the most."""
-    judged = sorted((row for row in groups if isinstance(row[name], float)), key=lambda row: row[name])
-    return [*judged[:FEW], *judged[-FEW:]] if len(judged) > 2 * FEW else judged
-
-
-def print_evaluation(result: "Evaluation", task: "Task[Data]", data: "Data", title: str) -> None:
+def print_evaluation(result: dict[str, Any], task: "Task[Data]", data: "Data", title: str) -> None:
     """The figures, then the task's table of groups, then the figures by the number of experts."""
     console, (name, *_) = Console(), task.formats
     console.print(title, markup=False, highlight=False, soft_wrap=True)
+    known = {*task.formats, "loss", "mean_experts", "used_parameters"}
+    more = [
+        f"{key.replace('_', ' ')} {value:.4f}"
+        for key, value in result.items()
+        if key not in known and isinstance(value, float)
+    ]
     shown = [f"{name} {result[name]:{form}}" for name, form in task.formats.items()]
-    more = {name: value for name, value in result.figures.items() if isinstance(value, float)}
-    shown[-1] += f" of {result.num_samples:,}"
-    shown += [f"loss {result.loss:.4f}"]
-    shown += [f"{name.replace('_', ' ')} {value:.4f}" for name, value in more.items() if name not in task.formats]
-    console.print("  ".join([*shown, f"experts {result.mean_experts:.2f}"]), highlight=False)
+    shown[-1] += f" of {result['num_samples']:,}"
+    shown += [f"loss {result['loss']:.4f}", *more, f"experts {result['mean_experts']:.2f}"]
+    console.print("  ".join(shown), highlight=False)
     formats = FORMATS | task.formats
     if groups := task.group_rows(data, result):
-        shown_groups = groups if len(groups) <= 2 * FEW else _worst_and_best(groups, name)
-        console.print(make_table(shown_groups, formats))
-        if len(shown_groups) < len(groups):
+        # of many groups those that tell the most
+        judged = sorted((row for row in groups if isinstance(row[name], float)), key=lambda row: row[name])
+        few = groups if len(groups) <= 2 * FEW else [*judged[:FEW], *judged[-FEW:]] if len(judged) > 2 * FEW else judged
+        console.print(make_table(few, formats))
+        if len(few) < len(groups):
             console.print(f"the worst {FEW} and the best {FEW} of {len(groups):,}; --json tells all", style="dim")
-    if result.budgets:
+    if budgets := result.get("budgets"):
         rows = [
             {
                 "at most so many experts": number,
@@ -164,6 +159,6 @@ def print_evaluation(result: "Evaluation", task: "Task[Data]", data: "Data", tit
                 "experts": row["experts"],
                 "multiply-adds": round(row["macs"]),
             }
-            for number, row in enumerate(result.budgets)
+            for number, row in enumerate(budgets)
         ]
         console.print(make_table(rows, formats))

@@ -5,11 +5,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from raytraced.words import require
 
 Value = TypeVar("Value")
 LAST_TURN = 0.25  # seconds
@@ -61,15 +64,31 @@ class World:
             raise box[0]
         return box[0]
 
+    def distribute(self, objective: nn.Module, strategy: Literal["ddp", "fsdp"]) -> nn.Module:
+        """The module to call in training: a copy in each process, or a shard, which the objective itself becomes."""
+        if self.size == 1:
+            return objective
+        if strategy == "ddp":
+            return DistributedDataParallel(objective, device_ids=[self.device] if self.device.type == "cuda" else None)
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+        # One unit, gathered whole for each step: experts of their own would be gathered by those processes only
+        # whose samples chose them, and the others would be waited for in vain.
+        mesh = init_device_mesh(self.device.type, (self.size,))
+        fully_shard(objective, mesh=mesh, reshard_after_forward=True)
+        register_fsdp_forward_method(objective, "predict")
+        return objective
+
 
 @contextmanager
 def join_world(device: str) -> Iterator[World]:
     """Take part in what torchrun started (it sets RANK, WORLD_SIZE, …), or be a world of one."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        yield World(0, 1, choose_device(device, 0))
+        yield World(0, 1, choose_device(device))
         return
-    own = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+    own = choose_device(device)
     if own.type == "cuda":
         torch.cuda.set_device(own)
     dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
@@ -82,7 +101,7 @@ def join_world(device: str) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def choose_device(name: str, local_rank: int) -> torch.device:
+def choose_device(name: str) -> torch.device:
     """The device a name stands for; "auto" and "cuda" give each process of a host its own GPU."""
     has_cuda = torch.cuda.is_available()
     if name == "auto":
@@ -91,8 +110,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"device={name}: must be auto, cpu, cuda or another device that torch knows") from None
-    if device.type == "cuda" and not has_cuda:
-        raise ValueError(f"device={name}: no GPU is available; use cpu")
+    require(device.type != "cuda" or has_cuda, "device", name, "no GPU is available; use cpu")
     if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", local_rank)
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return device

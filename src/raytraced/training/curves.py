@@ -1,0 +1,36 @@
+"""The figures of training over the epochs, for one run or several; needs no torch."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+# Okabe and Ito's colours: told apart by colour-blind eyes too, on white and on dark
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
+
+
+def draw_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """Draw each run's epochs as a PNG: training dashed, validation solid."""
+    names = [
+        key.removeprefix("validation_") for key in next(iter(histories.values()))[0] if key.startswith("validation_")
+    ]
+    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(3.3 * len(names), 3.2), layout="constrained")
+        for axes, title in zip(figure.subplots(1, len(names)), names, strict=True):
+            for number, (name, history) in enumerate(histories.items()):
+                colour = COLOURS[number % len(COLOURS)]
+                epochs = [epoch["epoch"] for epoch in history]
+                marker = "o" if len(epochs) == 1 else None
+                for part, style, width in (("train", "--", 1.0), ("validation", "-", 1.8)):
+                    values = [epoch[f"{part}_{title}"] for epoch in history]
+                    label = name if part == "validation" else None
+                    axes.plot(epochs, values, style, color=colour, linewidth=width, label=label, marker=marker)
+            axes.set_xlabel("epoch")
+            axes.set_title(title, loc="left", fontsize=10)
+            axes.grid(alpha=0.25)
+        figure.supylabel("dashed: training, solid: validation", fontsize=8)
+        if len(histories) > 1:
+            figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+        figure.savefig(path, dpi=130)

@@ -1,0 +1,117 @@
+"""Experts on several processes do what they do in one, up to the order of sums, in every layout of the mesh."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from raytraced import PAPER, RaytracedExperts
+from raytraced.grid import MLPExperts, run_sparse
+from raytraced.layer import routed_layer
+from raytraced.operations.sharded_experts import HALVES, Exchange, ShardedExperts
+from raytraced.routers.top_k import TopK
+from raytraced.training.expert_parallel import make_mesh, shard_experts
+from training import expert_worker
+from training.expert_worker import CASES, Net, train
+
+
+def torchrun(num_processes, *words):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    done = subprocess.run([*command, expert_worker.__file__, *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # it is: one process reads what several wrote
+@pytest.mark.parametrize(
+    ("num_processes", "expert_processes", "strategy"),
+    [
+        (2, 2, "ddp"),
+        (4, 2, "fsdp"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 2, "fsdp"), (4, 2, "ddp"), (4, 4, "ddp"))),
+    ],
+)
+def test_a_mesh_of_processes_trains_as_one_and_moves_its_checkpoints(
+    num_processes, expert_processes, strategy, tmp_path
+):
+    torchrun(num_processes, str(tmp_path), str(expert_processes), strategy)
+    found = torch.load(tmp_path / "found.pt")
+    for case in CASES:
+        model = Net(case)
+        for ours, theirs in zip(found[case], train(model, model, slice(None), 1), strict=True):
+            for name, exact in theirs.items():
+                torch.testing.assert_close(
+                    ours[name], exact, rtol=1e-9, atol=1e-11, msg=lambda m, n=name, c=case: f"{c}: {n}: {m}"
+                )
+    for name, tensor in found["saved"].items():
+        assert torch.equal(found["restored"][name], tensor)
+    # in one process too, without a mesh
+    alone = Net("drawn")
+    state = alone.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    for name, tensor in found["saved"].items():
+        assert torch.equal(state[name], tensor)
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    """A mesh of one process, in this one."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield make_mesh("cpu", 1, 1)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stream", ["residual", "skip-sum", "last"])
+def test_a_mesh_of_one_gives_the_plain_answer_and_its_looks(mesh, stream):
+    grid, active_BLN = MLPExperts(3, 4, 6), (torch.rand(9, 3, 4) < 0.3).float()
+    hidden_BD, weights_BLN = torch.randn(9, 6, requires_grad=True), torch.rand(9, 3, 4, requires_grad=True)
+    sharded = ShardedExperts(grid, mesh["experts"])
+    expected = run_sparse(grid, hidden_BD, active_BLN, weights_BLN, stream, True)
+    found = sharded(hidden_BD, active_BLN, weights_BLN, stream, True)
+    torch.testing.assert_close(found, expected)
+    sources = (hidden_BD, weights_BLN)
+    for one, other in zip(
+        torch.autograd.grad(found.square().sum(), sources),
+        torch.autograd.grad(expected.square().sum(), sources),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_one_exchange_plans_all_layers_in_two_halves(mesh, monkeypatch):
+    calls, usual = [], dist.all_to_all_single
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *args, **options: calls.append(1) or usual(*args, **options))
+    active_BLN = torch.tensor([[[1, 0], [0, 1]], [[1, 1], [0, 0]], [[0, 0], [1, 1]], [[0, 1], [0, 0]]])
+    plan = Exchange(active_BLN, mesh["experts"])
+    assert len(calls) == 1
+    rows = [[plan.pairs[layer][half][0].tolist() for half in HALVES] for layer in range(2)]
+    assert rows == [[[0, 1, 1], [3]], [[0], [2, 2]]]
+    assert [plan.pieces(layer, 0) for layer in range(2)] == [[[2, 1]], [[0, 1]]]
+
+
+def test_an_active_node_has_an_active_one_above_it():
+    # why no row can be sent ahead of the layer above: its input is never known before that layer has run
+    layer = RaytracedExperts(6, 4, 8, reach=0.0)
+    active_BLN = layer(torch.randn(200, 6), select="sample").route.active
+    runs_BL = active_BLN.sum(-1) > 0
+    assert bool(runs_BL[:, 2].any())
+    assert bool((runs_BL[:, :-1] | ~runs_BL[:, 1:]).all())
+
+
+def test_mistakes_are_told(mesh):
+    with pytest.raises(ValueError, match="expert_processes=2: must divide the 3 processes"):
+        make_mesh("cpu", 3, 2)
+    with pytest.raises(ValueError, match=r"4 experts a layer on a mesh of shape \(1, 1\)"):
+        ShardedExperts(MLPExperts(2, 4, 3), mesh)
+    with pytest.raises(ValueError, match="Linear: has no routed layer with MLP experts"):
+        shard_experts(torch.nn.Linear(2, 2), mesh)
+    layer = RaytracedExperts(6, 3, 4, **PAPER).train()
+    shard_experts(layer, mesh)
+    with pytest.raises(ValueError, match="use mask_gradient=active"):
+        layer(torch.randn(3, 6))
+    layer = routed_layer(TopK, 6, 3, 4)
+    shard_experts(layer, mesh)
+    with pytest.raises(ValueError, match="need the whole path first"):
+        layer(torch.randn(3, 6))
