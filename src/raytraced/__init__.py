@@ -10,6 +10,7 @@ _HOME = {
     "RoutingNetwork": "routing",
     "Rates": "routing",
     "Route": "sequence",
+    "stop_losses": "sequence",
     "MLPExperts": "grid",
     "RoutedLayer": "layer",
     "LayerOutput": "layer",
@@ -18,11 +19,14 @@ _HOME = {
     "RaytracedExperts": "routers.raytraced",
     "PAPER": "routers.raytraced",
     "Output": "models.output",
+    "Model": "models.output",
     "build": "models.table",
+    "GPT": "models.gpt",
     "anytime": "stopping",
     "Step": "stopping",
     "load": "saving",
     "save": "saving",
+    "replace_feed_forward": "replace",
     "operations": "",
     "rays": "",
 }
@@ -36,8 +40,11 @@ if TYPE_CHECKING:
     from raytraced.layer import HiddenOnly as HiddenOnly
     from raytraced.layer import LayerOutput as LayerOutput
     from raytraced.layer import RoutedLayer as RoutedLayer
+    from raytraced.models.gpt import GPT as GPT
+    from raytraced.models.output import Model as Model
     from raytraced.models.output import Output as Output
     from raytraced.models.table import build as build
+    from raytraced.replace import replace_feed_forward as replace_feed_forward
     from raytraced.routers.raytraced import PAPER as PAPER
     from raytraced.routers.raytraced import RaytracedExperts as RaytracedExperts
     from raytraced.routers.raytraced import activation_sequence as activation_sequence
@@ -46,6 +53,7 @@ if TYPE_CHECKING:
     from raytraced.saving import load as load
     from raytraced.saving import save as save
     from raytraced.sequence import Route as Route
+    from raytraced.sequence import stop_losses as stop_losses
     from raytraced.stopping import Step as Step
     from raytraced.stopping import anytime as anytime
 

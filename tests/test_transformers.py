@@ -1,0 +1,231 @@
+"""The language model inside transformers: Auto classes, generate with a cache, Trainer, routing statistics, and back."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Trainer, TrainingArguments
+from transformers.utils import logging
+
+import raytraced as rt
+from raytraced.models.gpt import Cache
+from raytraced.models.table import MODELS
+from raytraced.transformers import RaytracedConfig, RaytracedForCausalLM
+
+SMALL = {"dim": 16, "num_heads": 2, "context": 24}
+GRID = {"hidden": 8, "num_layers": 2, "num_experts": 3}
+ROUTERS = [name for name, info in MODELS.items() if info.model is None]
+
+logging.disable_progress_bar()
+
+
+def language_model(name="mre"):
+    torch.manual_seed(0)
+    options = {} if name in ("dense", "mlp-total", "mlp-avg") else GRID
+    return rt.build(f"gpt-{name}", **SMALL, **options).eval()
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(1, 256, (3, 9), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def model():
+    return RaytracedForCausalLM.from_gpt(language_model())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ROUTERS)
+def test_auto_classes_read_the_folder_that_a_language_model_saves(name, tokens, tmp_path):
+    gpt = language_model(name)
+    gpt.save_pretrained(tmp_path)
+    model, told = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert isinstance(model, RaytracedForCausalLM)
+    assert not any(told.values()), told
+    assert torch.equal(model(tokens).logits, gpt(tokens).logits)
+    assert model.model.card == gpt.card
+
+
+@torch.no_grad()
+def test_a_model_goes_to_transformers_and_back(tokens, tmp_path):
+    gpt = language_model()
+    model = RaytracedForCausalLM.from_gpt(gpt)
+    assert model.model is gpt
+    model.save_pretrained(tmp_path / "theirs")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").model
+    assert again.card == gpt.card
+    again.save_pretrained(tmp_path / "ours")
+    assert torch.equal(rt.load(tmp_path / "ours")(tokens).logits, gpt(tokens).logits)
+    assert AutoConfig.from_pretrained(tmp_path / "theirs").card() == gpt.card
+
+
+def test_greedy_generation_is_the_decoders_own_with_a_cache_and_without(model, tokens):
+    own = torch.stack([drawn.tokens for drawn in model.model.generate(tokens, 12, temperature=0)], 1)
+    for options in ({}, {"use_cache": False}, {"past_key_values": DynamicCache()}):
+        assert torch.equal(model.generate(tokens, max_new_tokens=12, do_sample=False, **options)[:, 9:], own)
+    own = torch.stack([drawn.tokens for drawn in model.model.generate(tokens, 6, temperature=0, max_experts=1)], 1)
+    assert torch.equal(model.generate(tokens, max_new_tokens=6, do_sample=False, max_experts=1)[:, 9:], own)
+
+
+def test_generation_computes_each_token_once(model, tokens, monkeypatch):
+    lengths = []
+    run = model.model.run
+    monkeypatch.setattr(
+        model.model, "run", lambda inputs, **call: lengths.append(inputs.shape[1]) or run(inputs, **call)
+    )
+    model.generate(tokens, max_new_tokens=5, do_sample=False)
+    assert lengths == [9, 1, 1, 1, 1]
+
+
+def test_padding_on_the_left_changes_nothing(model, tokens):
+    padded = torch.cat((torch.zeros(3, 4, dtype=torch.long), tokens), 1)
+    mask = (torch.arange(13) >= 4).long().expand(3, -1)
+    expected = model.generate(tokens, max_new_tokens=8, do_sample=False)
+    assert torch.equal(model.generate(padded, attention_mask=mask, max_new_tokens=8, do_sample=False)[:, 4:], expected)
+    out, alone = model(padded, attention_mask=mask), model(tokens)
+    torch.testing.assert_close(out.logits[:, 4:], alone.logits, rtol=0, atol=1e-5)
+    assert not out.num_experts[:, :4].any()
+    assert torch.equal(out.num_experts[:, 4:], alone.num_experts)
+    torch.testing.assert_close(out.expert_load, alone.expert_load)
+
+
+@torch.no_grad()
+def test_padding_and_a_cache_go_together_token_by_token(model, tokens):
+    """Several tokens after cached ones, some of which are padding: the decoder's own mask over all of them."""
+    mask = torch.arange(9) >= torch.tensor([[0], [2], [3]])
+    cache = Cache()
+    first = model.model(tokens[:, :5], mask=mask[:, :5], cache=cache).logits
+    rest = model.model(tokens[:, 5:], mask=mask, cache=cache).logits
+    whole = model.model(tokens, mask=mask).logits
+    torch.testing.assert_close(torch.cat((first, rest), 1)[mask], whole[mask], rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match=r"^mask=torch.Size\(\[3, 4\]\): must be \(3, 9\), all tokens so far$"):
+        model.model(tokens[:, 5:], mask=mask[:, 5:], cache=cache_of(model, tokens))
+
+
+def cache_of(model, tokens):
+    cache = Cache()
+    model.model(tokens[:, :5], cache=cache)
+    return cache
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"do_sample": True}, {"num_beams": 3, "do_sample": False}, {"num_return_sequences": 2, "do_sample": True}],
+)
+def test_other_ways_to_generate_work(model, tokens, options):
+    out = model.generate(tokens, max_new_tokens=5, return_dict_in_generate=True, output_logits=True, **options)
+    assert out.sequences.shape == (3 * options.get("num_return_sequences", 1), 14)
+    assert out.past_key_values.get_seq_length() == 13
+
+
+def test_vectors_in_place_of_tokens_give_the_same(model, tokens):
+    vectors = model.get_input_embeddings()(tokens)
+    assert torch.equal(model(inputs_embeds=vectors).logits, model(tokens).logits)
+    expected = model.generate(tokens, max_new_tokens=5, do_sample=False)[:, 9:]
+    assert torch.equal(model.generate(inputs_embeds=vectors, max_new_tokens=5, do_sample=False), expected)
+
+
+def test_routing_statistics_are_those_of_the_routes(model, tokens):
+    out, own = model(tokens, output_hidden_states=True), model.model(tokens)
+    assert torch.equal(out.num_experts, own.num_experts)
+    assert out.expert_load.shape == (3, 2, 2, 3)
+    for block, route in enumerate(own.routes):
+        torch.testing.assert_close(out.expert_load[:, block], route.active.mean(1))
+    assert len(out.hidden_states) == 3
+    assert model(tokens, return_dict=False)[0].shape == (3, 9, 256)
+    assert model(tokens, max_experts=1).num_experts.max() == 2  # one in each of two blocks
+
+
+@pytest.mark.parametrize("name", ["top-any", "ada-k"])
+def test_the_loss_has_the_routers_own_part_in_proportion(name, tokens):
+    model = RaytracedForCausalLM.from_gpt(language_model(name)).train()
+    torch.manual_seed(3)
+    out = model(tokens, labels=tokens)
+    torch.manual_seed(3)
+    half = model(tokens, labels=tokens, num_items_in_batch=torch.tensor(2 * 3 * 8))
+    assert out.router_loss is not None
+    torch.testing.assert_close(half.loss, out.loss / 2)
+    expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(out.loss, expected + out.router_loss)
+
+
+class Lines(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        text = torch.arange(index, index + 12) % 8
+        return {"input_ids": text, "labels": text}
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")
+def test_trainer_trains_it(model, tmp_path):
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=30, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+        learning_rate=1e-2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no",
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=Lines(), eval_dataset=Lines())
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before / 4
+    assert trainer.predict(Lines()).predictions.shape == (32, 12, 256)
+    trainer.save_model(tmp_path / "trained")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    prompt = torch.arange(8)[None]
+    assert again.generate(prompt, max_new_tokens=6, do_sample=False)[0, 8:].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_larger_vocabulary_is_told_to_decoder_and_card(model, tokens, tmp_path):
+    model.resize_token_embeddings(260, mean_resizing=False)
+    assert model(tokens).logits.shape[-1] == 260
+    model.model.save_pretrained(tmp_path)
+    assert rt.load(tmp_path).vocabulary == 260
+
+
+def test_weights_that_a_file_lacks_are_drawn_and_the_others_stay(tmp_path):
+    model = RaytracedForCausalLM.from_gpt(rt.build("gpt-mre", **SMALL, **GRID | {"num_layers": 3}))
+    model.save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    lacking = "model.blocks.0.layer.router.routing.gate_first"
+    without = {name: tensor for name, tensor in held.items() if name != lacking}
+    save_file(without, tmp_path / "model.safetensors", {"format": "pt"})
+    found = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in without.items())
+    assert found[lacking].isfinite().all()
+    assert (
+        found[lacking][:, -1].mean() < found[lacking][:, :-1].mean() - 2
+    )  # lower towards the output node by `reach`, as fresh ones are
+
+
+def test_bad_input_is_refused_in_one_line(model, tokens, tmp_path):
+    cases = {
+        "input_ids, inputs_embeds: give exactly one of them": lambda: model(),
+        "tokens=25: must be at most context=24": lambda: model(tokens.repeat(1, 3)[:, :25]),
+        "attention_mask=(3, 4): must be (3, 9): all tokens, those of the cache first": lambda: model(tokens, attention_mask=torch.zeros(3, 4)),
+        "position_ids=some that jump: must count up by one; texts cannot be packed": lambda: model(tokens, position_ids=torch.arange(9)[None] % 5),
+        "past_key_values=StaticCache: must grow: a cache of fixed size is not supported; leave cache_implementation out":
+            lambda: model.generate(tokens, max_new_tokens=2, cache_implementation="static"),
+        "tie_word_embeddings=False: must be true: logits come from the embedding": lambda: RaytracedConfig(tie_word_embeddings=False),
+        "model=gpt-mer: no such model; did you mean gpt-mre?": lambda: RaytracedConfig(layer="mer"),
+        "model option hiden: gpt-mre has no such option; did you mean hidden?": lambda: RaytracedConfig(layer_options={"hiden": 3}),
+        "model=mre: must be a language model, one whose name begins with gpt-":
+            lambda: RaytracedForCausalLM.from_gpt(rt.load("mre-digits")),
+        "GPT: has no card; only a model made by raytraced.build or load can be used": lambda: RaytracedForCausalLM.from_gpt(without_card()),
+    }  # fmt: skip
+    for message, call in cases.items():
+        with pytest.raises(ValueError) as raised:
+            call()
+        assert str(raised.value) == message
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="foreign: has pt, not raytraced-model-2"):
+        rt.load(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == "raytraced"
+
+
+def without_card():
+    gpt = language_model()
+    gpt.card = None
+    return gpt
