@@ -1,0 +1,1 @@
+"""A server that keeps deadlines: answers of loaded models over HTTP."""

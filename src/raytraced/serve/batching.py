@@ -1,0 +1,105 @@
+"""What computes: always the most urgent step next, rows that may share a call in one call.
+
+Steps run between the server's other doings, in its one thread: models whose steps take less time than two threads take to
+change places are the common ones here, and a step that takes longer keeps nobody waiting who does not wait for steps.
+"""
+
+import asyncio
+import heapq
+import itertools
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from raytraced.serve.answering import Asked, Delivery, answer
+
+TURN = 0.01  # seconds of steps, then those who arrive and leave have theirs
+
+
+@dataclass(eq=False)
+class Run:
+    """Rows that are answered together, and the steps that are left."""
+
+    asked: list[Asked]
+    steps: Iterator[list[Delivery]]
+
+    @property
+    def urgent(self) -> float:
+        return min(one.urgent for one in self.asked)
+
+
+class Worker:
+    """Takes rows, and calls `deliver` with what each step gave, and `saw_batch` with how many rows it had."""
+
+    def __init__(self, deliver: Callable[[list[Delivery]], None], saw_batch: Callable[[int], None]) -> None:
+        self.deliver, self.saw_batch = deliver, saw_batch
+        self.waiting: dict[tuple[Any, ...], list[tuple[float, int, Asked]]] = {}  # by key, the most urgent first
+        self.going: list[Run] = []
+        self.number, self.submitted = itertools.count(), asyncio.Event()
+
+    def submit(self, asked: list[Asked]) -> None:
+        """Let rows wait for their turn."""
+        for one in asked:
+            heapq.heappush(self.waiting.setdefault(one.key, []), (one.urgent, next(self.number), one))
+        self.submitted.set()
+
+    async def work(self) -> None:
+        """Step after step; between two turns requests arrive and answers leave."""
+        while True:
+            until = perf_counter() + TURN
+            while (run := self.take()) is not None:
+                self.step(run)
+                if perf_counter() > until:
+                    break
+            if run is None:
+                self.submitted.clear()
+                await self.submitted.wait()
+            else:
+                await asyncio.sleep(0)
+
+    def take(self) -> Run | None:
+        """The most urgent run: one that is going, or one made of rows that wait."""
+        while True:
+            key = min(self.waiting, key=lambda key: self.waiting[key][0][0], default=None)
+            run = min(self.going, key=lambda run: run.urgent, default=None)
+            if run is not None and (key is None or run.urgent <= self.waiting[key][0][0]):
+                self.going.remove(run)
+                return run
+            if key is None:
+                return None
+            if rows := self.next_rows(key):
+                return Run(rows, answer(rows))
+
+    def next_rows(self, key: tuple[Any, ...]) -> list[Asked]:
+        """As many rows of a key as one call takes, without those that nobody waits for."""
+        rows, heap = list[Asked](), self.waiting[key]
+        while heap and len(rows) < heap[0][2].num_rows:
+            one = heapq.heappop(heap)[2]
+            if not one.gone:
+                rows.append(one)
+        if not heap:
+            del self.waiting[key]
+        return rows
+
+    @torch.inference_mode()
+    def step(self, run: Run) -> None:
+        """One step of a run; an error ends all of its rows, and no others."""
+        try:
+            delivered = next(run.steps, None)
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            self.deliver([(one, error, True) for one in run.asked])
+            return
+        if delivered is None:
+            return
+        self.saw_batch(len(run.asked))
+        self.deliver(delivered)
+        done = {id(one) for one, _, last in delivered if last}
+        run.asked = [one for one in run.asked if id(one) not in done and not one.gone]
+        if run.asked:
+            self.going.append(run)

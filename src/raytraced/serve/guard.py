@@ -1,0 +1,103 @@
+"""In front of all paths: who may call, how many at a time, and what is counted."""
+
+import ipaddress
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from raytraced.serve.limits import Limits, RefusedError
+from raytraced.serve.metrics import Metrics
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass
+class State:
+    """What is under way, what was counted, and whether the server is about to end."""
+
+    metrics: Metrics = field(default_factory=Metrics)
+    under_way: int = 0
+    ending: bool = False
+
+
+class Guard:
+    """Refuses requests by their head alone; passes the others on."""
+
+    def __init__(
+        self, app: ASGIApp, state: State, limits: Limits, paths: Collection[str], hosts: Sequence[str] = ()
+    ) -> None:
+        self.app, self.state, self.limits, self.paths = app, state, limits, set(paths)
+        self.hosts = {*LOOPBACK, *(host.lower() for host in hosts)}
+        # Behind an address of a network there may be any number of others; a page cannot lie about a number, only about a name.
+        self.takes_numbers = bool({*hosts} - {*LOOPBACK})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        arrived, status = perf_counter(), 500
+        works = scope["path"].startswith("/api/") and scope["method"] == "POST"
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                safe = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
+                message = {**message, "headers": [*message["headers"], *safe]}
+            await send(message)
+
+        self.state.under_way += works
+        try:
+            self.check(scope, works)
+            await self.app(scope, receive, send_on)
+        except RefusedError as error:
+            headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+            headers += [(b"retry-after", b"1")] if error.status in (429, 503) else []
+            body = json.dumps({"error": {"rule": error.rule, "message": error.message}}).encode()
+            await send_on({"type": "http.response.start", "status": error.status, "headers": headers})
+            await send_on({"type": "http.response.body", "body": body})
+        finally:
+            self.state.under_way -= works
+            path = scope["path"] if scope["path"] in self.paths else "other"
+            self.state.metrics.add("raytraced_requests_total", path=path, status=status)
+            self.state.metrics.observe("raytraced_request_seconds", perf_counter() - arrived, path=path)
+
+    def check(self, scope: Scope, works: bool) -> None:
+        """Refuse a request by its head."""
+        headers = [(name.lower(), value.decode("latin-1")) for name, value in scope["headers"]]
+        hosts = [value for name, value in headers if name == b"host"]
+        if len(hosts) != 1 or not self.knows(host_of(f"//{hosts[0]}")):
+            raise RefusedError(403, "host", "host: this server is called by another name; see --hosts")
+        for name, value in headers:
+            # a page of another server may not ask: its origin is not the address that it asks
+            if name == b"origin" and value.lower() not in (f"http://{hosts[0]}".lower(), f"https://{hosts[0]}".lower()):
+                raise RefusedError(403, "origin", "origin: only this server's own page may ask")
+        if self.state.ending:
+            raise RefusedError(503, "ending", "the server is about to end; nothing new is begun")
+        if works and self.state.under_way > self.limits.under_way:
+            most = self.limits.under_way
+            raise RefusedError(429, "under_way", f"{most} requests are under way, no more are taken; try again")
+
+    def knows(self, host: str | None) -> bool:
+        """Whether the server may be called by this name."""
+        if host is None or host in self.hosts:
+            return host is not None
+        if not self.takes_numbers:
+            return False
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return True
+
+
+def host_of(address: str) -> str | None:
+    """The host's name in an address, in small letters; None where there is none."""
+    try:
+        return urlsplit(address).hostname
+    except ValueError:
+        return None

@@ -1,0 +1,131 @@
+"""`raytraced serve` as a process: mistakes in one line, and an end that finishes what is under way."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+import raytraced
+from raytraced.cli import main
+from serve.conftest import SHIPPED
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(raytraced.__file__).parent.parent)}
+
+
+def start(*words: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "raytraced", "serve", *words, "--port", "0"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+
+
+def address_of(process: subprocess.Popen) -> str:
+    """As it tells it once it listens."""
+    line = process.stdout.readline()
+    assert "http://" in line, process.stderr.read()
+    return "http://" + line.partition("http://")[2].partition("/")[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_finishes_what_is_under_way_and_refuses_the_rest(number, files):
+    process = start(str(files / "gpt-mre.safetensors"))
+    try:
+        tokens = tokens_of_one_that_is_told_to_end(process, number)
+        assert len(tokens) == LENGTH
+        assert '"stop": "length"' in tokens[-1]
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+LENGTH = 300
+
+
+def tokens_of_one_that_is_told_to_end(process: subprocess.Popen, number: int) -> list[str]:
+    address, tokens, begun = address_of(process), [], threading.Event()
+
+    def generate():
+        body = {"text": "Once", "length": LENGTH}
+        with httpx.stream("POST", f"{address}/api/generate", json=body, timeout=60) as response:
+            for line in response.iter_lines():
+                if line:
+                    tokens.append(line)
+                    begun.set()
+
+    under_way = threading.Thread(target=generate)
+    under_way.start()
+    assert begun.wait(60)
+    process.send_signal(number)
+    refused = False
+    while under_way.is_alive() and not refused:  # until the signal has arrived
+        try:
+            refused = httpx.get(f"{address}/healthz").status_code == 503
+        except httpx.TransportError:
+            refused = True
+    assert refused, "the text was over before the signal was seen"
+    under_way.join(60)
+    return tokens
+
+
+def test_mistakes_are_one_line(capsys, files, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "same.safetensors").write_bytes((files / "top-k.safetensors").read_bytes())
+    (tmp_path / "bad.safetensors").write_bytes(b"no model")
+    raytraced.save(raytraced.build("top-k", image_shape=(1, 8, 8), num_classes=3), tmp_path / "bare.safetensors")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        cases = {
+            f"127.0.0.1:{port}: address already in use; give another with --host or --port": [
+                "mre-digits",
+                "--port",
+                port,
+            ],
+            "port=70000: must lie in 0 … 65535": ["--port", "70000"],
+            "port=x: must be a whole number": ["--port", "x"],
+            "threads=0: must be at least 1": ["--threads", "0"],
+            "nobody.invalid:0: ": ["mre-digits", "--host", "nobody.invalid", "--port", "0"],
+            "mre-digit": ["mre-digit", "--port", "0"],
+            "is not a safetensors file": [str(tmp_path / "bad.safetensors"), "--port", "0"],
+            "its card names no task": [str(tmp_path / "bare.safetensors"), "--port", "0"],
+            "same: two models have this name": [*map(str, tmp_path.glob("*/same.safetensors")), "--port", "0"],
+            "--prot: no such option; did you mean --port?": ["--prot", "1"],
+        }
+        for told, words in cases.items():
+            assert main(["serve", *words]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith("raytraced: ")
+            assert told in line
+
+
+def test_without_the_extra_one_line_says_how_to_get_it(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve", "mre-digits"]) == 2
+    assert (
+        capsys.readouterr().err == "raytraced: serve: needs uvicorn; install it with pip install 'raytraced[serve]'\n"
+    )
+
+
+def test_all_shipped_models_are_served_where_none_is_named(monkeypatch):
+    from raytraced.commands.serve import shipped_models
+
+    assert set(SHIPPED) < set(shipped_models())
+    served = []
+    monkeypatch.setattr("raytraced.commands.serve.run", lambda _, server, __: served.extend(server.models))
+    assert main(["serve", "--port", "0"]) == 0
+    assert [one.name for one in served] == shipped_models()
+
+
+def test_a_run_folder_goes_by_its_name(tmp_path, files, monkeypatch):
+    (tmp_path / "my-run").mkdir()
+    (tmp_path / "my-run" / "model.safetensors").write_bytes((files / "top-k.safetensors").read_bytes())
+    served = []
+    monkeypatch.setattr("raytraced.commands.serve.run", lambda _, server, __: served.extend(server.models))
+    assert main(["serve", "my-run", "--output", str(tmp_path), "--port", "0"]) == 0
+    assert main(["serve", str(tmp_path / "my-run" / "model.safetensors"), "--port", "0"]) == 0
+    assert [one.name for one in served] == ["my-run", "my-run"]
