@@ -16,7 +16,7 @@ MISTAKES = {
     ("trian",): "trian: no such command; did you mean train?",
     ("data", "lst"): "did you mean data list?",
     ("train", "--epoch", "3"): "--epoch: no such option; did you mean --epochs?",
-    ("train", "--expert_cots", "3"): "did you mean --expert-cost?",
+    ("train", "--target_expetrs", "3"): "did you mean --target-experts?",
     ("train", "--schedule", "cosin"): "schedule=cosin: must be one of cosine, constant; did you mean cosine?",
     ("train", "--epochs", "many"): "epochs=many: must be a whole number",
     ("train", "--lr", "fast"): "lr=fast: must be a number",
@@ -97,7 +97,7 @@ def test_help_of_train_tells_every_field_with_its_meaning(capsys):
     output = capsys.readouterr().out
     for name in TrainConfig.__dataclass_fields__:
         assert f"--{name}" in output
-    assert "the price of an expert" in output  # the docstring of a field
+    assert "the mean number of experts" in output  # the docstring of a field
 
 
 def read(*words: str) -> TrainConfig:
@@ -105,8 +105,8 @@ def read(*words: str) -> TrainConfig:
 
 
 def test_dash_and_underscore_mean_the_same():
-    assert read("--expert-cost", "0.5", "--model-options.train-select", "greedy") == read(
-        "--expert_cost=0.5", "--model_options.train_select=greedy"
+    assert read("--target-experts", "3.5", "--model-options.train-select", "greedy") == read(
+        "--target_experts=3.5", "--model_options.train_select=greedy"
     )
     assert read("--model-options.train-select", "greedy").model_options == {"train_select": "greedy"}
 
@@ -129,12 +129,12 @@ def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):
 
 
 def test_printed_configuration_gives_the_same_configuration(tmp_path, capsys):
-    words = ["--data", "mnist", "--preset", "paper", "--expert-cost", "0.25", "--model-options.dim", "4"]
+    words = ["--data", "mnist", "--preset", "paper", "--target-experts", "3.25", "--model-options.dim", "4"]
     with pytest.raises(SystemExit):
         main(["train", *words, "--print_config"])
     file = tmp_path / "config.yaml"
     file.write_text(capsys.readouterr().out)
-    assert yaml.safe_load(file.read_text())["expert_cost"] == 0.25
+    assert yaml.safe_load(file.read_text())["target_experts"] == 3.25
     assert read("-c", str(file)) == read(*words)
 
 

@@ -101,7 +101,8 @@ def refused(capsys, *words: str) -> str:
         (["--model-options.no-such", "1"], "no_such"),
         (["--model-options.num-layers", "0"], "num_layers=0"),
         (["--data-options.augmnet", "true"], "augmnet: images have no such option; did you mean augment?"),
-        (["--model", "top-k", "--expert-cost", "0.1"], "expert_cost=0.1: model 'top-k' cannot learn"),
+        (["--model", "top-k", "--target-experts", "3"], "target_experts=3.0: model 'top-k' has no sequence"),
+        (["--target-experts", "0"], "target_experts=0.0: must be positive and finite"),
         (["--model", "top-k", "--anytime-loss", "0.1"], "anytime_loss=0.1: model 'top-k' does not answer along"),
     ],
 )

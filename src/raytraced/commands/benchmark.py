@@ -5,7 +5,8 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from raytraced.benchmark.table import chosen
+from raytraced.benchmark.results import chosen
+from raytraced.words import require
 
 
 def benchmark(
@@ -25,8 +26,8 @@ def benchmark(
         fresh: Measure that anew too.
     """
     names, folder = chosen(only), Path(output) / "quick" if quick else Path(output)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output={output}: {folder} is a file; name a folder")
+    require(not folder.is_file(), "output", output, f"{folder} is a file; name a folder")
+    import matplotlib  # noqa: F401 (where it is missing, that is told before it measures)
 
     from raytraced.benchmark.timing import FULL, QUICK
 
@@ -38,13 +39,14 @@ def run(names: list[str], folder: Path, settings: Any, data: str, fresh: bool) -
     import torch
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from raytraced.benchmark import layer_workloads, model_workloads, report, results
+    from raytraced.benchmark import gpu_workloads, layer_workloads, model_workloads, report, results
 
     stamp = {"code": results.code_hash(Path(__file__).parent.parent), "settings": settings._asdict()}
     machine = results.describe_machine() | {"images": data}
     file = results.ResultsFile(folder / "results.json", machine, stamp, fresh=fresh)
     todo = [name for name in names if not file.is_done(name)]
-    bench, functions = model_workloads.Bench(settings, data), vars(model_workloads) | vars(layer_workloads)
+    bench = model_workloads.Bench(settings, data)
+    functions = vars(model_workloads) | vars(layer_workloads) | vars(gpu_workloads)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # no refresh by itself: a thread that redraws while times are taken would disturb them
     with Progress(*columns, disable=not sys.stdout.isatty(), auto_refresh=False) as bars:
@@ -60,13 +62,14 @@ def run(names: list[str], folder: Path, settings: Any, data: str, fresh: bool) -
             move(0)
             torch.set_num_threads(1)
             torch.manual_seed(0)
-            started, others = time.monotonic(), results.Others()
+            started, ticks = time.monotonic(), results.read_ticks()
             try:
                 outcome = functions[name.replace("-", "_")](bench)
             except KeyboardInterrupt:
                 print("stopped; what is finished is saved, the same command goes on")
                 raise
-            print(report.text(name, file.add(name, outcome, time.monotonic() - started, others.share())), flush=True)
+            entry = file.add(name, outcome, time.monotonic() - started, results.others_share(ticks))
+            print(report.text(name, entry), flush=True)
             move(1)
     report.write(file.content, folder)
     print(f"\n{folder / 'results.json'}, results.md and ratios.png written.")

@@ -1,5 +1,7 @@
 """`raytraced models`: every model with its reference and what it costs. Importing this file does not import torch."""
 
+from dataclasses import asdict
+from json import dumps
 from typing import Literal
 
 
@@ -11,57 +13,36 @@ def models(sizes: Literal["mnist", "cifar10", "digits"] = "mnist", seed: int = 0
         seed: Of the weights.
         json: Print JSON instead of a table.
     """
-    from dataclasses import asdict
-
     import torch
+    from rich.console import Console
 
     from raytraced.cost import measure
     from raytraced.models.table import MODELS, build
+    from raytraced.training.tables import make_table
 
     torch.set_num_threads(1)  # at these sizes threads only wait for each other
     shape = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32), "digits": (1, 8, 8)}[sizes]
     images = torch.rand(256, *shape, generator=torch.Generator().manual_seed(seed))
-    costs = {}
+    every, rows = {}, []
     with torch.random.fork_rng(devices=[]):
-        for name in MODELS:
+        for name, info in MODELS.items():
             torch.manual_seed(seed)
-            costs[name] = measure(build(name, image_shape=shape, num_classes=10), images)
-
+            cost = measure(build(name, image_shape=shape, num_classes=10), images)
+            flags = {"adaptive": info.adaptive, "anytime": info.anytime}
+            every[name] = {"reference": info.reference} | asdict(cost) | flags
+            about = "≈ " if info.adaptive else ""
+            row = {"model": name, "reference": info.reference, "parameters": cost.parameters}
+            row |= {"multiply-adds": f"{about}{cost.multiply_adds:,.0f}"}
+            row |= {"experts": f"{about}{cost.experts:.1f}" if info.adaptive else f"{cost.experts:.0f}"}
+            rows.append(row | {flag: "yes" if holds else "" for flag, holds in flags.items()})
     if json:
-        from json import dumps
-
-        flags = {name: {"adaptive": info.adaptive, "anytime": info.anytime} for name, info in MODELS.items()}
-        rows = {name: {"reference": MODELS[name].reference} | asdict(costs[name]) | flags[name] for name in MODELS}
-        print(dumps(rows, indent=2, ensure_ascii=False))
+        print(dumps(every, indent=2, ensure_ascii=False))
         return
-
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("model", no_wrap=True)
-    table.add_column("reference")
-    for column in ("parameters", "multiply-adds", "experts"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in ("adaptive", "anytime"):
-        table.add_column(column, justify="center")
-    for name, info in MODELS.items():
-        cost = costs[name]
-        about = "≈ " if info.adaptive else ""
-        table.add_row(
-            name,
-            info.reference,
-            f"{cost.parameters:,}",
-            f"{about}{cost.multiply_adds:,.0f}",
-            f"{about}{cost.experts:.1f}" if info.adaptive else f"{cost.experts:.0f}",
-            "yes" if info.adaptive else "",
-            "yes" if info.anytime else "",
-        )
     console = Console()
+    table = make_table(rows, {"multiply-adds": "", "experts": ""}, ("model", "parameters", "multiply-adds"))
+    table.show_edge = False
     console.print(table)
+    told = f"Multiply-adds and experts of one image at {sizes} sizes, routing included."
     console.print(
-        f"Multiply-adds and experts of one image at {sizes} sizes, routing included.\n"
-        "≈: before training, on random images; how much to run is learnt.",
-        style="dim",
-        highlight=False,
+        f"{told}\n≈: before training, on random images; how much to run is learnt.", style="dim", highlight=False
     )

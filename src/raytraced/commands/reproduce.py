@@ -4,10 +4,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from raytraced.reproduce.parts import PARTS, Wanted, choose_parts, collect_runs, every_run, every_search, runs_of
-from raytraced.reproduce.plan import FULL, QUICK, LearningRates, Planner, Scale
+from raytraced.reproduce import plan
+from raytraced.reproduce.plan import FULL, PARTS, QUICK, Planner, Scale, Wanted, collect_runs
 from raytraced.reproduce.records import Store, best_rates
-from raytraced.words import did_you_mean
+from raytraced.words import did_you_mean, require
 
 
 def reproduce(
@@ -33,18 +33,16 @@ def reproduce(
         dry_run: Only tell what would be trained, and how long it may take.
     """
     scale = QUICK if quick else FULL
-    parts = choose_parts(split(only) or (["all"] if quick else ["default"]))
+    parts = plan.choose_parts(split(only) or (["all"] if quick else ["default"]))
     if quick and "ship" in parts:
         raise ValueError("only=ship: quick runs are not worth shipping; leave --quick out")
-    for name in split(data):
-        if name not in scale.data:
-            raise ValueError(f"data={name}: no such data set; {did_you_mean(name, scale.data)}")
     wanted = tuple(dict.fromkeys(split(data))) or None
+    for name in wanted or ():
+        require(name in scale.data, "data", name, f"no such data set; {did_you_mean(name, scale.data)}")
     folder = Path(output) / "quick" if quick else Path(output)
     if workers is None:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if workers < 1:
-        raise ValueError(f"workers={workers}: must be at least 1")
+    require(workers >= 1, "workers", workers, "must be at least 1")
     if dry_run:
         return tell_plan(parts, scale, wanted, folder, workers)
     from raytraced.reproduce.run import Stopped
@@ -66,15 +64,17 @@ def split(words: str | None) -> list[str]:
     return [word.strip() for word in (words or "").split(",") if word.strip()]
 
 
-def find_rates(scale: Scale, folder: Path) -> LearningRates:
+def find_rates(scale: Scale, folder: Path) -> plan.LearningRates:
     """What the searches on record found; one made with another recipe does not count, and is made again."""
-    return best_rates(Store(folder / "records").results(every_search(Planner(scale, {}))), scale)
+    return best_rates(Store(folder / "records").results(plan.every_run(Planner(scale, {}))), scale)
 
 
 def train_all(
     parts: list[str], scale: Scale, wanted: Wanted, folder: Path, data_root: str | None, workers: int
 ) -> dict[str, str]:
     """Train what is missing: first the learning-rate searches, then the runs that need what they find."""
+    import matplotlib  # noqa: F401 (where it is missing, that is told before hours of training)
+
     from raytraced.reproduce.run import run_all
     from raytraced.tasks.table import find_task
 
@@ -84,9 +84,7 @@ def train_all(
         runs = collect_runs(parts, Planner(scale, rates), wanted)
         if not runs:
             raise ValueError(f"nothing to run: {', '.join(parts)} has no run on {', '.join(wanted or ())}")
-        for name in sorted(
-            {run.data for run in runs}
-        ):  # in the cache before anyone trains: two need not fetch the same
+        for name in sorted({run.data for run in runs}):  # cached before anyone trains: two need not fetch the same
             find_task(name).load(name, data_root)
         failures |= run_all(runs, folder / "runs", folder / "records", workers, data_root)
         found = find_rates(scale, folder)
@@ -99,30 +97,27 @@ def train_all(
 
 def write_results(parts: list[str], scale: Scale, wanted: Wanted, folder: Path, data_root: str | None) -> None:
     """Draw the parts that were asked for, and write summary, tables and report from all there is."""
-    results = Store(folder / "records").results(every_run(Planner(scale, find_rates(scale, folder))))
+    results = Store(folder / "records").results(plan.every_run(Planner(scale, find_rates(scale, folder))))
     if not results.whole:
         raise ValueError(f"{folder / 'records'}: holds no record of a run; leave --redraw out to train")
     from raytraced.reproduce.figures import save_figures
     from raytraced.reproduce.report import write_report
     from raytraced.reproduce.ship import ship_all
 
-    names = list(wanted or (name for name, plan in scale.data.items() if plan.paper))
+    names = list(wanted or (name for name, how in scale.data.items() if how.paper))
     save_figures(parts, results, names, folder / "figures", data_root, scale.name == "quick")
     write_report(results, scale, folder)
     if "ship" in parts:
-        ship_all(results, folder / "runs")
+        ship_all(results, folder / "runs", data_root=data_root)
 
 
 def tell_plan(parts: list[str], scale: Scale, wanted: Wanted, folder: Path, workers: int) -> int:
     """Print the runs of each part, and a guess at the time."""
-    # any rate will do to count the runs that wait for a search
-    whole, planned = (
-        Planner(replace(scale, fixed_lr=scale.fixed_lr or 1.0), {}),
-        Planner(scale, find_rates(scale, folder)),
-    )
-    rows = {part: runs_of(part, whole, wanted) for part in parts}
+    whole = Planner(replace(scale, fixed_lr=1.0), {})  # any rate will do to count what waits for a search
+    planned = collect_runs(parts, Planner(scale, find_rates(scale, folder)), wanted)
+    rows = {part: plan.runs_of(part, whole, wanted) for part in parts}
     told = {run.key for runs in rows.values() for run in runs}
-    first = [run for run in collect_runs(parts, planned, wanted) if run.group == "search" and run.key not in told]
+    first = [run for run in planned if run.group == "search" and run.key not in told]
     rows = ({"search": first} if first else {}) | rows
     rows["together"] = list({run.key: run for runs in rows.values() for run in runs}.values())
     titles = PARTS | {"search": "Learning rates that must be searched for first", "together": "each run once"}

@@ -1,14 +1,19 @@
-"""The commands train, resume, evaluate, predict, runs and compare; whatever is heavy is imported where it is used."""
+"""What is done to runs: train, resume, evaluate, calibrate, predict, runs, compare; heavy imports are where they are used."""
 
-import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
+from json import dumps
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from raytraced.training.config import TrainConfig
+from raytraced.training.config import PRIVATE_FIELDS, TrainConfig
 from raytraced.training.run_folder import RunFolder, list_runs, open_run
+from raytraced.words import require
+
+if TYPE_CHECKING:
+    from raytraced.models.output import Model
+    from raytraced.tasks.task import Task
 
 
 def train(config: TrainConfig) -> int:
@@ -17,7 +22,7 @@ def train(config: TrainConfig) -> int:
     from raytraced.tasks.table import find_task, whole_path
 
     find_model(config.model)  # a name that does not exist is refused before anything slow happens
-    find_task(config.data)
+    find_task(config.data).check_model(config.model)
     return _run(replace(config, data=whole_path(config.data)), None)
 
 
@@ -48,29 +53,46 @@ def resume(
         quiet: Print nothing but the run folder.
     """
     folder = open_run(run, output)
-    if (process := folder.writer()) is not None:
-        raise ValueError(f"{folder.path}: is being trained by process {process}; wait for it, or stop it")
+    folder.refuse_writer()
+    is_complete = folder.read_summary() is not None
     complete = f"{folder.path} is complete; raytraced evaluate {folder.path} tells its figures, --epochs goes on"
-    if folder.read_summary() is not None and epochs is None:
+    if is_complete and epochs is None:
         print(complete)
         return 0
     from raytraced.tasks.table import whole_path
-    from raytraced.training.continuing import continue_with, started_config
 
-    config, edited = started_config(folder)
-    if edited:
-        told = f"config.yaml was edited ({', '.join(edited)}), the run goes on as it was started"
-        print(f"raytraced: {told}; give changes as options: --epochs, --lr", file=sys.stderr)
+    config = _started_config(folder)
     given: dict[str, Any] = {"epochs": epochs, "lr": lr, "lr_routing": lr_routing, "lr_experts": lr_experts}
     given |= {"data": None if data is None else whole_path(data)}
     changes = {name: value for name, value in given.items() if value is not None and value != getattr(config, name)}
-    if folder.read_summary() is not None and "epochs" not in changes:
+    if is_complete and "epochs" not in changes:
         print(complete)
         return 0
     if changes:
-        config = continue_with(folder, config, changes)
+        told = {name: {"from": getattr(config, name), "to": value} for name, value in changes.items()}
+        config = replace(config, **changes)
+        done = len(folder.read_metrics())
+        require(config.epochs > done, "epochs", config.epochs, f"must be more than the {done} that are done")
+        folder.add_continuation(config, told)
     config = replace(config, quiet=quiet, device=device or config.device, threads=threads or config.threads)
     return _run(config, folder)
+
+
+def _started_config(run: RunFolder) -> TrainConfig:
+    """What a run was started or last continued with; says if config.yaml now tells something else."""
+    from raytraced.training.state import newest_checkpoint
+
+    stated = run.read_continuations()
+    checkpoint = None if stated else newest_checkpoint(run.last)[0]
+    known = stated[-1]["config"] if stated else checkpoint.state.get("config") if checkpoint else None
+    if known is None:  # nothing is trained yet
+        return run.config
+    config, written = TrainConfig(**known), run.config
+    names = [one.name for one in fields(config) if one.name not in PRIVATE_FIELDS]
+    if edited := [name for name in names if getattr(config, name) != getattr(written, name)]:
+        told = f"config.yaml was edited ({', '.join(edited)}), the run goes on as it was started"
+        print(f"raytraced: {told}; give changes as options: --epochs, --lr", file=sys.stderr)
+    return config
 
 
 def evaluate(
@@ -80,6 +102,8 @@ def evaluate(
     data_root: str | None = None,
     select: Literal["greedy", "sample"] | None = None,
     max_experts: int | None = None,
+    sure: float | Literal["calibrated"] | None = None,
+    look: Literal["layer", "expert"] | None = None,
     seed: int = 0,
     batch_size: int = 1000,
     device: str = "auto",
@@ -96,6 +120,8 @@ def evaluate(
         data_root: Where data sets are kept.
         select: How experts are chosen (default: the most likely; sample: drawn from the seed).
         max_experts: At most so many experts a sample.
+        sure: Stop each sample at the first answer whose probability reaches this, or what calibrate found (calibrated).
+        look: After what an answer is looked at: each layer, or each expert.
         seed: Of the draws of --select sample.
         batch_size: Samples at a time; changes nothing but memory and speed.
         device: cpu, cuda, …
@@ -103,36 +129,93 @@ def evaluate(
         output: Folder that run folders are in.
         json: Print JSON in place of tables.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: must be at least 1")
+    require(batch_size >= 1, "batch_size", batch_size, "must be at least 1")
     source = find_source(run, output, weights)
-    config = _config_beside(source)
-    from raytraced.saving import load
-    from raytraced.tasks.table import find_task
     from raytraced.training.evaluation import evaluate as evaluate_on
     from raytraced.training.objective import Objective
     from raytraced.training.tables import print_evaluation
     from raytraced.training.world import World, choose_device
 
+    model, task, dataset = open_model(source, data, data_root)
+    given = {"select": select, "max_experts": max_experts, "sure": sure, "look": look}
+    asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    along = [name for name in ("select", "max_experts") if name in asked]
+    if along and not model.answers_along_the_way:
+        raise ValueError(f"{', '.join(along)}: only for models that answer along the way, {model.name} does not")
+    world = World(0, 1, choose_device(device))
+    predict = Objective(model.to(world.device), TrainConfig(), task).eval().predict
+    result = evaluate_on(task, dataset, split, predict, world, batch_size=batch_size, seed=seed, full=True, **asked)
+    if json:
+        print(dumps(result, indent=2))
+    else:
+        print_evaluation(result, task, dataset, title=f"{source}, {split} data")
+
+
+def open_model(source: str, data: str | None, data_root: str | None) -> "tuple[Model, Task[Any], Any]":
+    """A trained model, its task, and the data set it was trained on or another, as its run was configured."""
+    from raytraced.saving import load
+    from raytraced.tasks.table import find_task
+
+    near = (Path(source), *Path(source).parents[:2])
+    config = next((RunFolder(folder).config for folder in near if (folder / "config.yaml").is_file()), None)
     model = load(source)
     assert model.card is not None
     name = data or (config.data if config else model.card.data)
     if name is None:
-        raise ValueError(f"{run}: its card names no data; say which with --data")
+        raise ValueError(f"{source}: its card names no data; say which with --data")
     task = find_task(name)
     if model.card.task not in (None, task.name):
-        raise ValueError(f"data={name}: is for models of the task {task.name}, {run} is of {model.card.task}")
-    dataset = task.load_for(model, name, data_root or (config.data_root if config else None))
-    asked = {key: value for key, value in (("select", select), ("max_experts", max_experts)) if value is not None}
-    if asked and not model.answers_along_the_way:
-        raise ValueError(f"{', '.join(asked)}: only for models that answer along the way, {model.name} does not")
-    world = World(0, 1, choose_device(device, 0))
-    predict = Objective(model.to(world.device), TrainConfig(), task).eval().predict
-    result = evaluate_on(task, dataset, split, predict, world, batch_size=batch_size, seed=seed, full=True, **asked)
+        raise ValueError(f"data={name}: is for models of the task {task.name}, {source} is of {model.card.task}")
+    return model, task, task.load_for(model, name, data_root or (config.data_root if config else None))
+
+
+def calibrate(
+    run: str,
+    within: float = 0.1,
+    look: Literal["layer", "expert"] = "layer",
+    data: str | None = None,
+    data_root: str | None = None,
+    file: str | None = None,
+    output: str = "runs",
+    json: bool = False,
+) -> None:
+    """Find how sure an answer must be for a model to stop there, on validation data, and keep it in the model's file.
+
+    Args:
+        run: A run folder, its name in the output folder, a model.safetensors file, or a shipped model's name.
+        within: How many points of accuracy may be lost on validation data.
+        look: After what an answer is looked at: each layer, or each expert.
+        data: Data set (default: what it was trained on).
+        data_root: Where data sets are kept.
+        file: Where to write the model (default: in place; a shipped model needs a place of its own).
+        output: Folder that run folders are in.
+        json: Print JSON in place of a table.
+    """
+    source = find_source(run, output, "last")
+    from rich.console import Console
+
+    from raytraced.saving import PRETRAINED, find_model_file, save
+    from raytraced.training.calibration import calibration
+    from raytraced.training.tables import make_table
+
+    place = Path(file) if file else find_model_file(source)
+    require(place.parent != PRETRAINED, "run", run, "is a shipped model and stays as it is; say where to with --file")
+    model, task, dataset = open_model(source, data, data_root)
+    found = calibration(model, task, dataset, within, look)
+    assert model.card is not None
+    model.card = replace(model.card, calibration=found)
+    save(model, place)
     if json:
-        _print_json(result.as_dict())
-    else:
-        print_evaluation(result, task, dataset, title=f"{source}, {split} data")
+        print(dumps(found, indent=2))
+        return
+    rows = []
+    for split in ("validation", "test"):
+        for name, how in (("stopped", f"stops at {found['sure']:.4f}"), ("to_the_end", "to the end")):
+            one = found[split][name]
+            figures = {"accuracy": f"{one['accuracy']:.2%}", "experts": f"{one['experts']:.2f}"}
+            rows.append({"data": split, "": how} | figures | {"multiply-adds": f"{one['macs']:,.0f}"})
+    Console().print(make_table(rows))
+    print(place)
 
 
 def predict(
@@ -140,6 +223,7 @@ def predict(
     files: list[str],
     top: int = 1,
     max_experts: int | None = None,
+    sure: float | Literal["calibrated"] | None = None,
     sequence: str | None = None,
     weights: Literal["last", "best"] = "last",
     device: str = "auto",
@@ -153,14 +237,14 @@ def predict(
         files: Image files or folders of them; images are brought to the size the model was trained on.
         top: How many of the likeliest answers to tell.
         max_experts: At most so many experts a file.
+        sure: Stop at the first answer whose probability reaches this, or what calibrate found (calibrated).
         sequence: A PNG file to draw the activation sequences of the first files into.
         weights: Those the run ended with, or those of its best epoch so far (best), also of a run that is not over.
         device: cpu, cuda, …
         output: Folder that run folders are in.
         json: Print one JSON object a line in place of a table.
     """
-    if sequence is not None and not sequence.lower().endswith(".png"):
-        raise ValueError(f"sequence={sequence}: must end in .png")
+    require(sequence is None or sequence.lower().endswith(".png"), "sequence", sequence, "must end in .png")
     for path in files:
         if not Path(path).exists():
             raise ValueError(f"{path}: there is no such file or folder")
@@ -176,12 +260,11 @@ def predict(
     if model.card is None or model.card.task is None:
         raise ValueError(f"{source}: its card names no task, so nobody knows how to read files for it")
     picture = None if sequence is None else Path(sequence)
-    rows = named_task(model.card.task).predict(
-        model.to(choose_device(device, 0)), files, top=top, max_experts=max_experts, picture=picture
-    )
+    asked = {"max_experts": max_experts, "sure": sure}
+    rows = named_task(model.card.task).predict(model.to(choose_device(device)), files, top, asked, picture)
     if json:
         for row in rows:
-            _print_json(row, indent=None)
+            print(dumps(row))
     else:
         Console().print(make_table(rows))
         if sequence is not None:
@@ -205,7 +288,7 @@ def runs(output: str = "runs", json: bool = False) -> None:
             print(f"raytraced: {run.path}: left out: {error}", file=sys.stderr)
     if json:
         for row in rows:
-            _print_json(row, indent=None)
+            print(dumps(row))
     elif rows:
         print_runs(rows)
     else:
@@ -221,30 +304,26 @@ def compare(runs: list[str], output: str = "runs", picture: str = "compare.png")
         picture: The PNG file to write.
     """
     folders = [open_run(run, output) for run in runs]
-    from raytraced.pictures.curves import draw_curves
-    from raytraced.training.tables import print_runs, run_row, short_names
+    from raytraced.training.curves import draw_curves
+    from raytraced.training.tables import print_runs, run_row
 
-    histories = dict(zip(short_names(folders), (folder.read_metrics() for folder in folders), strict=True))
-    first = next(iter(histories))
+    names = [folder.path.name for folder in folders]  # the whole path where two share one
+    names = [name if names.count(name) == 1 else str(folder.path) for name, folder in zip(names, folders, strict=True)]
+    histories = dict(zip(names, (folder.read_metrics() for folder in folders), strict=True))
+    first = names[0]
     for name, history in histories.items():
         if not history:
             raise ValueError(f"{name}: has not finished an epoch yet, there is nothing to compare")
         if history[0].keys() != histories[first][0].keys():
             raise ValueError(f"{name}: has other figures than {first}, they cannot be compared")
-    if not picture.lower().endswith(".png"):
-        raise ValueError(f"picture={picture}: must end in .png")
-    path = free_name(Path(picture))
+    require(picture.lower().endswith(".png"), "picture", picture, "must end in .png")
+    number, path = 1, Path(picture)
+    while path.exists():  # never over a file that is there
+        number += 1
+        path = Path(picture).with_stem(f"{Path(picture).stem}-{number}")
     draw_curves(histories, path)
     print_runs([run_row(folder) for folder in folders])
     print(path)
-
-
-def free_name(path: Path) -> Path:
-    """The path itself, or with a number where there is such a file already."""
-    number, free = 2, path
-    while free.exists():
-        number, free = number + 1, path.with_stem(f"{path.stem}-{number}")
-    return free
 
 
 def find_source(run: str, output: str, weights: str = "last") -> str:
@@ -252,28 +331,18 @@ def find_source(run: str, output: str, weights: str = "last") -> str:
     shipped = Path(__file__).parent.parent / "pretrained" / f"{run}.safetensors"
     if Path(run).is_file() or (not Path(run).exists() and shipped.is_file()):
         return run
-    folder = open_run(run, output) if weights == "best" else None
-    if folder is not None and not folder.best.is_file():
-        raise ValueError(f"{folder.path}: has finished no epoch yet, there are no best weights")
-    if folder is not None:
-        return str(folder.best)
     for path in (Path(run), Path(output) / run):
-        if (path / "model.safetensors").is_file():
+        if weights == "last" and (path / "model.safetensors").is_file():
             return str(path)
     folder = open_run(run, output)
+    if weights == "best" and not folder.best.is_file():
+        raise ValueError(f"{folder.path}: has finished no epoch yet, there are no best weights")
+    if weights == "best":
+        return str(folder.best)
     process = folder.writer()
     state = "is not over" if process is None else f"is being trained by process {process}"
     remedy = f"`raytraced resume {folder.path}` goes on, " if process is None else ""
     raise ValueError(f"{folder.path}: {state}; {remedy}--weights best takes the best epoch so far")
-
-
-def _config_beside(source: str) -> TrainConfig | None:
-    """The configuration of the run that a model belongs to, if it still lies there."""
-    path = Path(source)
-    for folder in (path, path.parent, path.parent.parent):
-        if (folder / "config.yaml").is_file():
-            return RunFolder(folder).config
-    return None
 
 
 def _run(config: TrainConfig, folder: RunFolder | None) -> int:
@@ -300,7 +369,3 @@ def _run(config: TrainConfig, folder: RunFolder | None) -> int:
             print_outcome(run)
         print(run.path)
     return 0
-
-
-def _print_json(value: Any, indent: int | None = 2) -> None:
-    print(json.dumps(value, indent=indent))

@@ -1,0 +1,77 @@
+"""`raytraced checks`: what is told is so, also where there are no compiled operations, or wrong ones."""
+
+import json
+import platform
+
+import numpy as np
+import pytest
+import torch
+
+import raytraced as rt
+from raytraced.cli import main
+from raytraced.commands import checks
+from raytraced.operations import cpp_library
+
+
+@pytest.fixture
+def told(capsys, tmp_path):
+    """What `raytraced checks --json` prints, with an empty cache folder."""
+
+    def run(code=0):
+        assert main(["checks", "--json", "--root", str(tmp_path)]) == code
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_versions_threads_and_devices_are_those_of_this_process(told, tmp_path):
+    found = told()
+    assert found["raytraced"]["version"] == rt.__version__
+    assert found["python"]["version"] == platform.python_version()
+    assert (found["torch"], found["numpy"]) == (torch.__version__, np.__version__)
+    assert found["threads"]["torch"] == torch.get_num_threads()
+    assert len(found["devices"]["cuda"]) == torch.cuda.device_count()
+    assert found["data"] == {"folder": str(tmp_path), "cached": []}
+
+
+def test_cached_data_is_listed(told, tmp_path):
+    from raytraced.data.cache import entry_folder
+    from raytraced.tasks.table import catalog
+
+    (part,) = catalog()["mnist"].parts
+    entry_folder(tmp_path, part).mkdir()
+    for key in part.arrays:
+        (entry_folder(tmp_path, part) / f"{key}.npy").touch()
+    assert told()["data"]["cached"] == ["mnist"]
+
+
+@pytest.mark.skipif(not rt.operations.available(), reason="there are none here")
+def test_the_instructions_are_those_that_the_library_chose(told):
+    found = told()["compiled_operations"]
+    assert found["there"]
+    assert found["why_not"] is None
+    assert found["instructions"] in ("avx2", "baseline")
+
+
+def test_why_there_are_no_compiled_operations_is_told(told, monkeypatch):
+    monkeypatch.setattr(cpp_library, "cpu", None)
+    monkeypatch.setattr(cpp_library, "reason", "not built, as a test has it")
+    monkeypatch.setattr(cpp_library, "instructions", None)
+    found = told()["compiled_operations"]
+    assert (found["there"], found["instructions"]) == (False, None)
+    assert found["why_not"] == "not built, as a test has it"
+
+
+def test_operations_that_compute_something_else_are_a_failure(told, monkeypatch):
+    monkeypatch.setattr(checks, "compare_with_plain", lambda: 0.5)
+    assert not told(code=1)["compiled_operations"]["agree_with_plain"]
+    monkeypatch.setattr(checks, "compare_with_plain", lambda: float("nan"))
+    assert not checks.look_around()["compiled_operations"]["agree_with_plain"]
+
+
+def test_lines_say_the_same_as_json(capsys, tmp_path):
+    assert main(["checks", "--root", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0].replace(" ", "_") for line in lines] == list(checks.look_around())
+    assert f"version {rt.__version__}; folder " in lines[0]
+    assert lines[-1].endswith(f"folder {tmp_path}; cached none")
