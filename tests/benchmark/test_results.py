@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from raytraced.benchmark import model_workloads, results, table, timing
-from raytraced.benchmark.results import Others, Outcome, ResultsFile, code_hash
+from raytraced.benchmark import model_workloads, results, timing
+from raytraced.benchmark.results import Outcome, ResultsFile, code_hash, others_share, read_ticks
 from raytraced.commands import benchmark
 
 MACHINE, STAMP = {"processor": "p"}, {"code": "1", "settings": {"rounds": 1}}
@@ -72,7 +72,7 @@ def test_code_hash_changes_with_a_byte_of_code_that_is_measured_and_with_nothing
     (tmp_path / "a.py").write_text("x = 1")
     before = code_hash(tmp_path)
     (tmp_path / "notes.txt").write_text("no code")
-    for folder in ("reproduce", "pictures"):
+    for folder in ("reproduce", "commands"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.py").write_text("not measured")
     assert code_hash(tmp_path) == before
@@ -81,21 +81,17 @@ def test_code_hash_changes_with_a_byte_of_code_that_is_measured_and_with_nothing
     assert code_hash(tmp_path) != before
 
 
-def test_own_work_is_not_that_of_others():
+def test_own_work_is_not_that_of_others(monkeypatch):
     """Ticks as the system would count them: 60 of 100 busy, of which 20 are this process's."""
-    others = Others()
-    ticks = iter([(100.0, 300.0, 50.0), (160.0, 400.0, 70.0)])
-    others._ticks = lambda: next(ticks)
-    others.since = others._ticks()
-    assert others.share() == pytest.approx(0.4)
+    monkeypatch.setattr(results, "read_ticks", lambda: (160.0, 400.0, 70.0))
+    assert others_share((100.0, 300.0, 50.0)) == pytest.approx(0.4)
 
 
 def test_the_share_of_others_is_read_from_this_system():
-    others = Others()
-    until = time.process_time() + 0.1
+    ticks, until = read_ticks(), time.process_time() + 0.1
     while time.process_time() < until:
         pass
-    share = others.share()
+    share = others_share(ticks)
     assert share is None or 0 <= share <= 1
 
 
@@ -114,7 +110,7 @@ def measured(monkeypatch):
         return run
 
     monkeypatch.setattr(results, "code_hash", lambda package: "1")
-    monkeypatch.setattr(table, "WORKLOADS", FAKE := dict.fromkeys("abcd", "a title"))
+    FAKE = dict.fromkeys("abcd", "a title")
     for module in ("results", "report"):
         monkeypatch.setattr(f"raytraced.benchmark.{module}.WORKLOADS", FAKE)
     for name in FAKE:

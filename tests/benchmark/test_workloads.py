@@ -11,11 +11,18 @@ import pytest
 import torch
 
 from raytraced import operations
-from raytraced.benchmark import layer_workloads, model_workloads, peers, results
-from raytraced.benchmark.layer_workloads import ExpertSize, compare_sequences, raytraced_layer, top2_layer
+from raytraced.benchmark import gpu_workloads, layer_workloads, model_workloads, results
+from raytraced.benchmark.layer_workloads import (
+    PEERS,
+    ExpertSize,
+    LayerStep,
+    compare_sequences,
+    peer_steps,
+    raytraced_layer,
+    top2_layer,
+)
 from raytraced.benchmark.model_workloads import Bench, TrainingStep, recipe
-from raytraced.benchmark.peers import PEERS, LayerStep, peer_steps
-from raytraced.benchmark.table import WORKLOADS, chosen
+from raytraced.benchmark.results import WORKLOADS, chosen
 from raytraced.benchmark.timing import QUICK, Timings
 from raytraced.commands import benchmark
 from raytraced.routing import RoutingNetwork
@@ -40,8 +47,7 @@ def small(monkeypatch):
         ("BATCH_SIZE", 16),
     ):
         monkeypatch.setattr(layer_workloads, name, value)
-    for module in (model_workloads, peers):
-        monkeypatch.setattr(module, "BATCH_SIZE", 16)
+    monkeypatch.setattr(model_workloads, "BATCH_SIZE", 16)
 
 
 @pytest.mark.parametrize(
@@ -70,10 +76,10 @@ def test_the_command_does_not_import_torch_before_it_measures():
 
 def test_every_workload_of_the_table_has_its_function():
     for name in WORKLOADS:
-        assert callable((vars(model_workloads) | vars(layer_workloads))[name.replace("-", "_")])
+        assert callable((vars(model_workloads) | vars(layer_workloads) | vars(gpu_workloads))[name.replace("-", "_")])
 
 
-@pytest.mark.parametrize("name", [name for name in WORKLOADS if name not in ("memory", "peers", "sequence")])
+@pytest.mark.parametrize("name", [name for name in WORKLOADS if name not in ("gpu", "memory", "peers", "sequence")])
 def test_a_workload_gives_ratios_of_named_contenders(name, bench, small):
     outcome = (vars(model_workloads) | vars(layer_workloads))[name.replace("-", "_")](bench)
     assert outcome.rows
@@ -81,6 +87,21 @@ def test_a_workload_gives_ratios_of_named_contenders(name, bench, small):
         assert row["ratio"] > 0
         assert row["what"] != row["against"]
     assert len({(row["what"], row["against"]) for row in outcome.rows}) == len(outcome.rows)
+
+
+def test_what_a_gpu_would_be_asked_runs_and_without_one_the_reason_is_told(bench, monkeypatch):
+    monkeypatch.setattr(gpu_workloads, "GPU_GRIDS", ((2, 4),))
+    monkeypatch.setattr(gpu_workloads, "GPU_BATCH", 8)
+    monkeypatch.setattr(gpu_workloads, "COSTLY", ExpertSize(8, 16))
+    monkeypatch.setattr(
+        torch, "bfloat16", torch.float32
+    )  # some CPUs end the process where oneDNN multiplies in bfloat16
+    outcome = gpu_workloads.on_device(bench, "cpu")
+    assert [row["ratio"] > 0 for row in outcome.rows] == [True] * 4
+    assert all(outcome.conditions.values())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (row,) = gpu_workloads.gpu(bench).rows
+    assert (row["ratio"], row["note"]) == (None, "no GPU here")
 
 
 def test_end_to_end_at_tiny_size(tmp_path, small, monkeypatch, capsys):
@@ -123,13 +144,13 @@ def test_memory_is_what_the_system_counts_or_there_is_a_reason(bench):
 
 
 def test_the_step_is_the_one_of_the_recipe():
-    """The loss on prefixes, the optimizer, its decay: what `raytraced train` takes for this model and data."""
+    """The loss on looks and stops, the optimizer, its decay: what `raytraced train` takes for this model and data."""
     step = TrainingStep(recipe("mnist", "mre"), *model_workloads.noise(1, 28, 28)[:1], repeat(None))
-    assert step.objective.config.anytime_loss == 0.25
+    assert (step.objective.config.look_loss, step.objective.config.target_experts) == (0.5, 6.0)
     assert isinstance(step.optimizer, torch.optim.AdamW)
     assert all(group["weight_decay"] == 0.1 and group["fused"] for group in step.optimizer.param_groups)
     assert step.objective.config.batch_size == model_workloads.BATCH_SIZE
-    assert recipe("mnist", "top-k").anytime_loss == 0
+    assert recipe("mnist", "top-k").look_loss == 0
 
 
 def test_batches_are_bytes_as_the_loader_gives_them(bench):
@@ -208,15 +229,13 @@ def test_a_peer_that_is_not_installed_stands_in_the_table_with_the_remedy(monkey
 
 
 def test_a_peer_counts_in_its_fastest_variant_and_one_that_fails_gives_its_reason(monkeypatch, small, bench):
-    stack = torch.nn.Linear(24, 24)
-    slow_and_fast = lambda size: (stack, {"slow": stack, "fast": stack})  # noqa: E731
+    slow_and_fast = lambda size: (lambda: torch.nn.Linear(24, 24), {"slow": 1, "fast": 2})  # noqa: E731
 
     def broken(size):
         raise RuntimeError("no such kernel\nand more")
 
     monkeypatch.setattr(layer_workloads, "NARROW", ExpertSize(24, 8))
-    for module in (layer_workloads, peers):
-        monkeypatch.setattr(module, "PEERS", {"two": slow_and_fast, "broken": broken})
+    monkeypatch.setattr(layer_workloads, "PEERS", {"two": slow_and_fast, "broken": broken})
     timed = lambda contenders: Timings({one.name: [2.0 if "slow" in one.name else 1.0] for one in contenders})  # noqa: E731
     monkeypatch.setattr(bench, "time", timed, raising=False)
     rows = layer_workloads.peers(bench).rows

@@ -79,7 +79,7 @@ def test_the_shipped_seed_is_chosen_on_validation_images_though_test_images_say_
     record, monkeypatch, tmp_path
 ):
     shipped = []
-    monkeypatch.setattr(shipping, "ship", lambda name, one, run, folder: shipped.append((name, one.seed)))
+    monkeypatch.setattr(shipping, "ship", lambda name, one, run, folder, data_root: shipped.append((name, one.seed)))
     seeds = [
         record("mnist", "mre", seed, validation=0.7 + 0.05 * seed, accuracy=0.9 - 0.05 * seed) for seed in range(3)
     ]

@@ -7,12 +7,11 @@ from raytraced.reproduce.claims import (
     HOLDS,
     PARTLY,
     UNKNOWN,
-    accuracy_by_budget,
     first_reach,
     judge_all,
     settled,
 )
-from raytraced.reproduce.records import Results
+from raytraced.reproduce.records import Results, budget_points
 
 DATA = ("mnist", "fashion-mnist", "cifar10")
 
@@ -27,10 +26,7 @@ def with_figures(one, **test):
 
 
 def test_without_runs_nothing_is_claimed():
-    verdicts = {name: claim.verdict for name, claim in judge_all(Results([])).items()}
-    # what fresh gates are like needs no run
-    assert verdicts.pop("initialisation") == HOLDS
-    assert set(verdicts.values()) == {UNKNOWN}
+    assert {claim.verdict for claim in judge_all(Results([])).values()} == {UNKNOWN}
 
 
 @pytest.mark.parametrize(("experts", "verdict"), [((2, 3, 5), HOLDS), ((2, 5, 3), FAILS)])
@@ -130,7 +126,7 @@ def test_the_learning_rates_are_those_that_did_best_on_validation(record, ours, 
 
 def test_a_short_curve_goes_on_at_its_last_value(record):
     records = [record(prefixes=prefixes) for prefixes in ([0.0, 1.0], [0.0, 0.5, 0.8])]
-    assert accuracy_by_budget(records) == pytest.approx([0, 0.75, 0.9])
+    assert [point.accuracy.mean for point in budget_points(records)] == pytest.approx([0, 0.75, 0.9])
 
 
 def test_first_reach_is_the_first_epoch_at_or_above(record):
@@ -152,7 +148,7 @@ def test_the_race_is_to_the_rivals_final_accuracy_less_half_a_point(record):
     )
     assert claim.number == pytest.approx(40)
     told = "to 89.5%: top-k 2.5 epochs, 5 s, MRE 1.5 epochs, 3 s (-40% epochs)"
-    assert claim.evidence == f"MNIST, each at its best: {told}"
+    assert claim.evidence == f"mre, MNIST, each at its best: {told}"
     assert claim.number_is.endswith("mean of the 1 of 1 races that MRE finishes")
 
 
@@ -170,11 +166,48 @@ def test_a_seed_that_never_arrives_is_not_averaged_away(record):
         record(label="mre", seed=0, curve=[0.95, 0.95]),
         record(label="mre", seed=1, curve=[0.5, 0.6]),
     )
-    assert "MRE never" in claim.evidence
+    assert "MRE 1.0 epochs, 2 s (1 of 2 seeds arrive)" in claim.evidence
     assert (claim.verdict, claim.number) == (FAILS, None)
     assert claim.number_is.endswith("mean of the 0 of 1 races that MRE finishes")
 
 
-def test_a_rivals_seed_that_never_arrives_took_its_whole_run_at_least(record):
+def test_a_rivals_seed_that_never_arrives_is_told(record):
     rivals = record(label="top-k", seed=0, curve=[0.9, 0.9]), record(label="top-k", seed=1, curve=[0.5, 0.6])
-    assert "top-k 1.5 epochs" in judge("fewer epochs", *rivals, record(label="mre", curve=[0.9, 0.9])).evidence
+    assert (
+        "top-k 1.0 epochs, 2 s (1 of 2 seeds arrive)"
+        in judge("fewer epochs", *rivals, record(label="mre", curve=[0.9, 0.9])).evidence
+    )
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "verdict"), [((0.95, 0.9, 0.8), HOLDS), ((0.9, 0.9, 0.897), FAILS), ((0.8, 0.9, 1.0), FAILS)]
+)
+def test_easy_images_hold_if_the_half_with_short_sequences_is_half_a_point_better(record, accuracies, verdict):
+    lengths = {
+        str(n): {"num": num, "accuracy": [0.1] * n + [right]}
+        for n, num, right in zip((2, 3, 5), (10, 50, 40), accuracies, strict=True)
+    }
+    claim = judge("easy images", with_figures(record(), lengths=lengths))
+    assert claim.verdict == verdict
+    short = (10 * accuracies[0] + 50 * accuracies[1]) / 60
+    assert claim.number == pytest.approx(100 * (short - accuracies[2]))
+
+
+@pytest.mark.parametrize(("ours", "verdict"), [(0.93, HOLDS), (0.91, FAILS)])
+def test_it_outperforms_if_it_is_above_the_better_of_both(record, ours, verdict):
+    rivals = record(label="top-k", accuracy=0.92), record(label="threshold", accuracy=0.90)
+    claim = judge("outperforms", record(accuracy=ours), *rivals)
+    assert (claim.verdict, claim.number) == (verdict, pytest.approx(100 * (ours - 0.92)))
+    papers = record(label="top-k-paper", accuracy=0.8), record(label="threshold-paper", accuracy=0.8)
+    both = judge("outperforms", record(accuracy=0.91), *rivals, record(label="mre-paper", accuracy=0.85), *papers)
+    assert both.verdict == PARTLY
+
+
+def test_routing_is_more_heterogeneous_if_classes_differ_more_after_training(record):
+    def trained(name, first, second):
+        one = record(label=f"mre-paper-init-{name}", group="init")
+        return with_figures(one, class_load=[[[first, second]], [[second, first]]])
+
+    assert judge("initialisation", trained("scaled", 0.9, 0.1), trained("plain", 0.6, 0.4)).verdict == HOLDS
+    claim = judge("initialisation", trained("scaled", 0.6, 0.4), trained("plain", 0.9, 0.1))
+    assert (claim.verdict, claim.number) == (FAILS, pytest.approx(0.1 - 0.4))

@@ -8,8 +8,7 @@ import pytest
 from raytraced.cli import main
 from raytraced.commands.reproduce import find_rates, reproduce, train_all
 from raytraced.reproduce import run as running
-from raytraced.reproduce.parts import collect_runs, every_search
-from raytraced.reproduce.plan import FULL, QUICK, Planner
+from raytraced.reproduce.plan import FULL, QUICK, Planner, collect_runs, every_run
 from raytraced.reproduce.records import Store
 
 
@@ -65,7 +64,9 @@ def test_a_record_of_another_configuration_is_not_taken_for_this_one(tmp_path, r
 
 def test_rates_come_from_the_records_of_searches_with_this_very_recipe(tmp_path, record):
     store = Store(tmp_path / "records")
-    runs = [run for run in every_search(Planner(FULL, {})) if (run.data, run.family) == ("mnist", "top-k")]
+    runs = [
+        run for run in every_run(Planner(FULL, {})) if (run.group, run.data, run.family) == ("search", "mnist", "top-k")
+    ]
     for run in runs:
         store.put(record_of(run, record, validation=0.9 if run.setting == 2e-3 else 0.8))
     assert find_rates(FULL, tmp_path) == {"mnist": {"top-k": 2e-3}}

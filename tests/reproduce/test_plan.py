@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from raytraced.reproduce.parts import PARTS, SETS, choose_parts, collect_runs
-from raytraced.reproduce.plan import FULL, QUICK, SEARCH_SEED, Planner
-from raytraced.reproduce.variants import AS_WRITTEN, PAPER_VARIANTS, RECIPE, compared_variants
+from raytraced.reproduce.plan import FULL, PARTS, QUICK, SEARCH_SEED, SETS, Planner, choose_parts, collect_runs
+from raytraced.reproduce.variants import PAPER as THEIRS
+from raytraced.reproduce.variants import PAPER_RIVALS, PAPER_VARIANTS, RECIPE, compared_variants
 from raytraced.routers.raytraced import PAPER, RaytracedExperts
 
 EVERY_LABEL = {variant.label for variant in compared_variants((), wide=False)}
@@ -22,7 +22,7 @@ def planner():
 def test_the_recipes_of_the_records_are_those_that_the_code_builds():
     defaults = inspect.signature(RaytracedExperts).parameters
     assert {name: defaults[name].default for name in RECIPE} == RECIPE
-    assert AS_WRITTEN == PAPER
+    assert THEIRS == PAPER
 
 
 @pytest.mark.parametrize("part", [*SETS["default"], "frontier", "union"])
@@ -32,7 +32,7 @@ def test_every_model_is_trained_alike_but_for_the_papers_own_recipe(planner, par
         runs = [
             run
             for run in collect_runs([part], planner, None)
-            if run.data == data and run.label != "mre-paper" and run.group == "main"
+            if run.data == data and not run.label.endswith("-paper") and run.group == "main"
         ]
         assert len({str([getattr(run.config, name) for name in shared]) for run in runs}) <= 1
 
@@ -47,7 +47,7 @@ def test_the_default_set_is_the_papers_models_over_three_data_sets_and_seeds(pla
     assert {(run.data, run.label, run.seed) for run in runs} == {
         (data, variant.label, seed)
         for data in ("mnist", "fashion-mnist", "cifar10")
-        for variant in PAPER_VARIANTS
+        for variant in (*PAPER_VARIANTS, *PAPER_RIVALS)
         for seed in range(3)
     }
 
@@ -58,7 +58,7 @@ def test_an_unknown_learning_rate_asks_for_its_search_first():
     assert searched == {variant.label for variant in PAPER_VARIANTS} - {"mre-paper"}
     tried = {run.setting: run.config.lr for run in runs if run.family == "top-k"}
     assert tried == {lr: lr for lr in FULL.data["mnist"].grid}
-    assert {run.label for run in runs if run.group == "main"} == {"mre-paper"}
+    assert {run.label for run in runs if run.group == "main"} == {"mre-paper", *(one.label for one in PAPER_RIVALS)}
 
 
 @pytest.mark.parametrize("scale", [FULL, QUICK], ids=["full", "quick"])
@@ -95,11 +95,11 @@ def test_settings_of_one_model_are_one_family_told_apart_by_a_number(planner):
     runs = {run.label: run for run in collect_runs(["frontier", "temperature"], planner, None)}
     told = {label: (run.family, run.setting) for label, run in runs.items()}
     assert told["mre"] == ("mre", None)
-    assert told["mre-cost-0.0003"] == ("mre", 0.0003)
+    assert told["mre-target-2"] == ("mre", 2.0)
     assert told["dense-4"] == ("dense", 4)
     assert told["mre-paper-tau-20"] == ("mre-paper", 20)
-    assert runs["mre-cost-0.0003"].config.expert_cost == 0.0003
-    assert runs["mre-tau-50"].config.model_options == RECIPE | {"estimator": "gumbel", "temperature": 50.0}
+    assert runs["mre-target-2"].config.target_experts == 2.0
+    assert runs["mre-paper-tau-50"].config.model_options == PAPER | {"temperature": 50.0}
 
 
 def test_one_figure_needs_no_more_than_its_own_runs(planner):
@@ -108,7 +108,7 @@ def test_one_figure_needs_no_more_than_its_own_runs(planner):
 
 
 def test_runs_of_several_parts_are_shared(planner):
-    together = collect_runs(["table1", "fig6", "frontier"], planner, None)
+    together = collect_runs(["table2", "fig6", "frontier"], planner, None)
     assert len({run.key for run in together}) == len(together)
     frontier = collect_runs(["frontier"], planner, None)
     assert len(together) == len(frontier)  # it holds the seeds of table 1 too

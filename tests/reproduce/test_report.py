@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -18,7 +19,7 @@ FIELDS = ["accuracy_mean", "accuracy_std", "seeds", "experts_mean", "macs_mean",
 @pytest.fixture
 def results(record):
     labels = [variant.label for variant in PAPER_VARIANTS]
-    settings = [("dense-1", "dense", 1), ("dense-4", "dense", 4), ("mre-cost-0.003", "mre", 0.003)]
+    settings = [("dense-1", "dense", 1), ("dense-4", "dense", 4), ("mre-target-2", "mre", 2.0)]
     main = [
         record(data, label, seed, family=family, setting=setting, accuracy=0.9 + 0.01 * seed, curve=[0.8, 0.9], experts=3.0 + len(data))
         for data in ("mnist", "digits")
@@ -73,7 +74,7 @@ def test_table_2_counts_parameters_as_the_paper_does(results):
 
 def test_the_readmes_table_has_a_row_a_model_and_says_what_is_missing(results):
     rows = dict(zip(README_NAMES, (row[1:] for row in readme_table(results).rows), strict=True))
-    assert rows["mre-cost-0.003"] == ["90.5 (0.7)", "8.0", "–", "–", "–", "–"]
+    assert rows["mre-target-2"] == ["90.5 (0.7)", "8.0", "–", "–", "–", "–"]
     assert rows["paper"][:2] == ["*96.3 (0.1)*", "*7.5*"]
     assert rows["mlp-total"][:2] == ["90.5 (0.7)", ""]
     assert "over 2 seeds" in readme_table(results).note
@@ -113,3 +114,32 @@ def test_what_was_not_run_is_not_drawn(tmp_path):
     parts = ["fig2", "fig3", "fig5", "fig6", "fig7", "frontier", "union"]
     assert save_figures(parts, Results([]), ["mnist"], tmp_path, None, quick=False) == []
     assert all_tables(Results([])) == []
+
+
+def test_early_stops_stand_beside_one_depth_for_all(record, tmp_path):
+    """At 15 multiply-adds the line between the two depths is at 70 %; the two seeds gain 20 and 21 points on it."""
+    looks = [{"accuracy": 0.5, "experts": 0.0, "macs": 10.0}, {"accuracy": 0.9, "experts": 4.0, "macs": 20.0}]
+
+    def stopped(label, seed):
+        cheap = {"within": 0.1, "accuracy": 0.9 + 0.01 * seed, "experts": 1.5, "macs": 15.0}
+        dear = cheap | {"within": 0.0, "macs": 18.0}
+        return replace(
+            record("mnist", label, seed),
+            sure={"points": [dear, cheap], "looks": looks, "runs": {"0": [6, 6], "3": [4, 2]}},
+        )
+
+    results = Results([stopped(label, seed) for label in ("mre", "dense-8-sure") for seed in range(2)])
+    (row, other) = tables(results)["Stopping when sure: MNIST"].rows
+    assert row == ["dense-8-sure", "90.00 ± 0.00", "90.50 ± 0.71", "1.50", "15", "+20.50 ± 0.50"]
+    assert other[1:] == row[1:]
+    assert "dense-8-sure" not in str(tables(results)["Accuracy and cost: MNIST"].rows)
+    (path,) = save_figures(["sure"], results, ["mnist"], tmp_path, None)
+    assert path.name == "sure.png"
+
+
+def test_rivals_as_the_paper_has_them_meet_in_a_table_of_their_own(record):
+    results = Results([record("mnist", "top-k-paper", accuracy=0.93), record("mnist", "mre-paper", accuracy=0.96)])
+    rows = {row[0]: row[1:] for row in tables(results)["Table 1, everyone as in the paper"].rows}
+    assert rows["Top-2 MoE"][:2] == ["93.0 (0.0)", "95.3 (0.3)"]
+    assert rows["MRE"][:2] == ["96.0 (0.0)", "96.3 (0.1)"]
+    assert "top-k-paper" not in str(tables(results)["Accuracy and cost: MNIST"].rows)

@@ -14,7 +14,7 @@ import pytest
 from raytraced.reproduce import run as running
 from raytraced.reproduce.records import Store
 from raytraced.training import loop
-from raytraced.training.faults import Diverged
+from raytraced.training.evaluation import Diverged
 from raytraced.training.run_folder import RunFolder
 
 SCRIPT = Path(__file__).with_name("tiny.py")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raytraced.reproduce.claims import FAILS, HOLDS, PARTLY, first_reach, gate_entropy, judge_all, settled
+from raytraced.reproduce.claims import FAILS, HOLDS, PARTLY, first_reach, judge_all, settled
 from raytraced.reproduce.records import Results
 
 DATA = ("mnist", "fashion-mnist", "cifar10")
@@ -113,12 +113,3 @@ def test_half_of_the_ten_times_higher_rate_holds_and_twice_is_a_part(record, tim
     claim = judge_all(Results(runs))["learning rate"]
     assert claim.number == pytest.approx(times)
     assert claim.verdict == expected
-
-
-def test_scaled_gates_are_less_even_and_the_verdict_says_so():
-    """Appendix A: scaled logits have unit variance, unscaled ones 1 / (N + 1): splits are all but even, an entropy near 1."""
-    scaled, plain = gate_entropy(True), gate_entropy(False)
-    assert scaled < plain < 1
-    claim = judge_all(Results([]))["initialisation"]
-    assert claim.number == pytest.approx(plain - scaled)
-    assert claim.verdict == HOLDS

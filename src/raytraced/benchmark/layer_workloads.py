@@ -1,19 +1,18 @@
-"""Workloads on the activation sequence and on single layers, among them layers of costly experts.
+"""Workloads on the activation sequence and on single layers, among them layers of costly experts and of other libraries.
 
-Axes: B batch, L layers, N experts a layer, T steps, D width.
+Axes: B batch, L layers, N experts a layer, T steps, D width, G groups, S samples of a group (B = G·S).
 """
 
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raytraced import operations
 from raytraced.benchmark.model_workloads import BATCH_SIZE, STATES, Bench, plainly, seeded
-from raytraced.benchmark.peers import NUM_EXPERTS, NUM_LAYERS, PEERS, ExpertSize, LayerStep, peer_steps
 from raytraced.benchmark.results import Outcome
 from raytraced.benchmark.timing import Contender
 from raytraced.grid import run_dense
@@ -21,26 +20,45 @@ from raytraced.layer import Call, HiddenOnly, RoutedLayer, routed_layer
 from raytraced.routers.raytraced import RaytracedExperts, activation_sequence
 from raytraced.routers.top_k import TopK
 from raytraced.routing import RoutingNetwork
-from raytraced.sequence import Select
+from raytraced.sequence import Estimator, Select
 
+NUM_LAYERS, NUM_EXPERTS = 4, 8
 GRIDS = ((2, 4), (2, 8), (4, 8), (4, 16), (8, 16), (8, 32))
-NARROW, COSTLY = ExpertSize(16, 64), ExpertSize(512, 2048)
 LIMIT_DIMS, PRODUCT = (16, 128, 512), 1024  # a square product of that size is as fast as a core gets
 
 
+class ExpertSize(NamedTuple):
+    """Widths of an expert with one hidden layer: dim → hidden → dim."""
+
+    dim: int
+    hidden: int
+
+    def __str__(self) -> str:
+        return f"{self.dim}→{self.hidden}→{self.dim}"
+
+
+NARROW, COSTLY = ExpertSize(16, 64), ExpertSize(512, 2048)
+
+
 class SequenceRun:
-    """Forward and backward of the sequence on fixed entry rates, with given gradients of the mask and the rates."""
+    """Forward and backward of the sequence on fixed entry rates, with given gradients of the rates.
+
+    Drawn, as the paper trains, the mask has a gradient too, through every draw; greedy, as our recipe does, it has none.
+    """
 
     def __init__(self, routing: RoutingNetwork, entry_BN: Tensor, select: Select = "sample") -> None:
         self.routing, self.entry_BN, self.select, self.generator = routing, entry_BN.detach(), select, seeded()
+        self.estimator: Estimator = "none" if select == "greedy" else "reinmax"
         shape = (2, len(entry_BN), routing.num_layers, routing.num_experts)
         self.gradients = torch.randn(shape, generator=seeded()).to(entry_BN).unbind()
 
     def __call__(self) -> tuple[Any, list[Tensor]]:
         """The route, and the gradients of the entry rates and the gates."""
         entry_BN = self.entry_BN.clone().requires_grad_()
-        route: Any = activation_sequence(self.routing, entry_BN, select=self.select, generator=self.generator)
-        torch.autograd.backward((route.active, route.rates.nodes), self.gradients)
+        how: Any = {"select": self.select, "estimator": self.estimator, "generator": self.generator}
+        route: Any = activation_sequence(self.routing, entry_BN, **how)
+        learns = slice(0 if route.active.requires_grad else 1, None)
+        torch.autograd.backward((route.active, route.rates.nodes)[learns], self.gradients[learns])
         gradients = [tensor.grad for tensor in (entry_BN, *self.routing.parameters()) if tensor.grad is not None]
         self.routing.zero_grad(set_to_none=True)
         return route, gradients
@@ -89,10 +107,12 @@ def growth(bench: Bench) -> Outcome:
         routing, entry_BN = RoutingNetwork(L, N), torch.randn(BATCH_SIZE, N, generator=seeded()).softmax(-1)
         greedy = torch.no_grad()(partial(activation_sequence, routing, entry_BN, select="greedy"))
         inference = Contender("inference", greedy, experts=greedy().num_active.float().mean().item())
-        for one in (inference, SequenceRun(routing, entry_BN).contender("training")):
+        ways: tuple[tuple[Select, str], ...] = (("greedy", "training"), ("sample", "training through draws"))
+        trained = (SequenceRun(routing, entry_BN, select).contender(name) for select, name in ways)
+        for one in (inference, *trained):
             work = ((one.experts or 0) + 1) * L * N**3  # of a method that redoes the whole grid at every step
             runs[f"{one.name}, {L}×{N}"] = one._replace(name=f"{one.name}, {L}×{N} (T·L·N³ = {work:,.0f})")
-    base = {kind: runs.pop(f"{kind}, 4×8") for kind in ("inference", "training")}
+    base = {kind: runs.pop(f"{kind}, 4×8") for kind in ("inference", "training", "training through draws")}
     return bench.compare([(one, base[key.split(",")[0]]) for key, one in runs.items()])
 
 
@@ -104,6 +124,18 @@ def raytraced_layer(size: ExpertSize) -> RaytracedExperts:
 def top2_layer(size: ExpertSize) -> RoutedLayer:
     """Our top-2 with the same experts."""
     return routed_layer(TopK, size.dim, NUM_LAYERS, NUM_EXPERTS, hidden=size.hidden, num_hidden=1, k=2)
+
+
+class LayerStep:
+    """Forward and backward of a layer inside a network: its input wants a gradient too."""
+
+    def __init__(self, owner: nn.Module, dim: int, run: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.owner, self.run = owner.train(), run or owner
+        self.hidden_BD, self.gradient_BD = torch.randn(2, BATCH_SIZE, dim, generator=seeded())
+
+    def __call__(self) -> None:
+        self.run(self.hidden_BD.detach().requires_grad_()).backward(self.gradient_BD)
+        self.owner.zero_grad(set_to_none=True)
 
 
 def costly_experts(bench: Bench) -> Outcome:
@@ -121,6 +153,82 @@ def costly_experts(bench: Bench) -> Outcome:
     mre = contenders("MRE", layer, HiddenOnly(layer), layer(hidden_BD).route.num_active.float().mean().item())
     every, other = contenders("every expert", layer, every_expert, 32), contenders("top-2", top2, HiddenOnly(top2), 8)
     return bench.compare([*zip(mre, every, strict=True), *zip(mre, other, strict=True)])
+
+
+# How another library's layers are made, and in how many groups a batch can be handed out: the cost of handing out grows with
+# the square of a group, but every expert has so many places in each; one group keeps the most rows, eight are quicker.
+Peer = tuple[Callable[[], nn.Module], dict[str, int]]
+GROUPS = {"1 group": 1, "8 groups": 8}
+
+
+class Stack(nn.Module):
+    """Layers of a peer, each added to the residual stream as ours are."""
+
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(NUM_LAYERS))
+
+    def forward(self, hidden_BD: Tensor, num_groups: int = 1) -> Tensor:
+        stream_GSD = hidden_BD.view(num_groups, -1, hidden_BD.shape[-1])
+        for layer in self.layers:
+            result: Any = layer(stream_GSD)
+            stream_GSD = stream_GSD + (result if isinstance(result, Tensor) else result[0])
+        return stream_GSD.view(hidden_BD.shape)
+
+
+def mixture_of_experts(size: ExpertSize) -> Peer:
+    """`MoE` with its defaults: some second choices and all rows past an expert's capacity are dropped."""
+    from mixture_of_experts import MoE
+
+    return partial(MoE, size.dim, num_experts=NUM_EXPERTS, hidden_dim=size.hidden), GROUPS
+
+
+def st_moe(size: ExpertSize) -> Peer:
+    """`MoE` with its defaults, which drop too; its experts are gated, and narrower for the same multiply-adds."""
+    from st_moe_pytorch import MoE
+
+    widen = size.hidden / size.dim
+    return partial(MoE, size.dim, num_experts=NUM_EXPERTS, gating_top_n=2, expert_hidden_mult=widen), GROUPS
+
+
+def mixtral(size: ExpertSize) -> Peer:
+    """`MixtralSparseMoeBlock`, its inner width chosen for the same multiply-adds: its experts have three matrices."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    sizes = {"hidden_size": size.dim, "intermediate_size": 2 * size.hidden // 12 * 4}  # for rows of 16 bytes
+    config = MixtralConfig(num_local_experts=NUM_EXPERTS, num_experts_per_tok=2, **sizes)
+    config._experts_implementation = "grouped_mm"  # the fastest of its three here
+
+    def block() -> nn.Module:
+        made = MixtralSparseMoeBlock(config)
+        for parameter in made.parameters():  # the block alone leaves them empty
+            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        return made
+
+    return block, {"grouped_mm": 1}
+
+
+PEERS: dict[str, Callable[[ExpertSize], Peer]] = {
+    "mixture-of-experts": mixture_of_experts,
+    "st-moe-pytorch": st_moe,
+    "Mixtral (transformers)": mixtral,
+}
+
+
+def peer_steps(name: str, size: ExpertSize) -> list[Contender] | str:
+    """A step of a peer for each of its variants, all seen to run forward and backward at this size; else why not."""
+    try:
+        layer, variants = PEERS[name](size)
+        stack = Stack(layer)
+        steps = {way: LayerStep(stack, size.dim, partial(stack, num_groups=num)) for way, num in variants.items()}
+        for step in steps.values():
+            step()
+    except ImportError as error:
+        return f"not installed ({error}): pip install 'raytraced[bench]'"
+    except Exception as error:  # whatever another library raises is the finding
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return [Contender(f"{name}, {variant}, {size}", step, experts=8) for variant, step in steps.items()]
 
 
 def peers(bench: Bench) -> Outcome:

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from raytraced.benchmark.results import LOADED
-from raytraced.benchmark.table import WORKLOADS
+from raytraced.benchmark.results import LOADED, WORKLOADS
 from raytraced.files import write_file
 
 HEAD = ("workload", "what", "against", "ratio", "quartiles", "its median", "the other's", "threads", "experts")

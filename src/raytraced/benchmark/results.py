@@ -1,4 +1,7 @@
-"""results.json: figures, with the machine and the code that gave them; what is finished is saved at once, and kept."""
+"""results.json: figures, with the machine and the code that gave them; what is finished is saved at once, and kept.
+
+Importing this file does not import torch.
+"""
 
 import hashlib
 import json
@@ -9,12 +12,38 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raytraced.benchmark.table import WORKLOADS
 from raytraced.files import write_file
 
 LOADED = 0.1  # share of the cores taken by others from which figures are told to be taken on a loaded machine
 # Code that no workload runs: it can change and the figures stay.
-NOT_MEASURED = ("benchmark/report.py", "cli.py", "commands/", "pictures/", "pretrained/", "reproduce/")
+NOT_MEASURED = ("benchmark/report.py", "cli.py", "commands/", "pretrained/", "reproduce/")
+
+
+# What is measured against what: by a function of the same name (with _ for -) in one of the files of workloads.
+WORKLOADS = {
+    "step": "a training step as `raytraced train` takes it, batch 256: MRE against top-2",
+    "epoch": "an epoch of `raytraced train`, loader included: MRE against top-2",
+    "rivals": "a training step of every model against that of top-2, all briefly trained",
+    "inference": "1,000 images at once: MRE against top-2, and against MLP(36) in plain PyTorch",
+    "latency": "single images, one after the other: MRE against MLP(36) in plain PyTorch",
+    "kernels": "MRE on 256 images of noise, at initialisation: compiled operations against plain PyTorch",
+    "memory": "resident memory that a training step adds at most: compiled operations against plain PyTorch",
+    "threads": "a training step of MRE at batch 1,024: two threads against one",
+    "sequence": "the activation sequence, forward and backward, batch 256: compiled against plain, and against a step",
+    "growth": "the activation sequence, batch 256, as the grid grows: against that of 4×8",
+    "costly-experts": "experts 512→2048→512, batch 256: MRE against every expert on every row, and against top-2",
+    "peers": "four layers of top-2, forward and backward, batch 256: ours against other libraries'",
+    "gpu": "on a GPU: the sequence's kernels and grouped experts, batch 4,096, against plain PyTorch there and one core",
+    "core-limit": "MRE with experts D→4D→D: against its multiply-adds at the speed of a large matrix product",
+}
+
+
+def chosen(only: str) -> list[str]:
+    """The workloads that were asked for by name (all if none was), in the order of the table."""
+    asked = {word.replace("_", "-") for word in only.lower().replace(",", " ").split()}
+    for name in sorted(asked - set(WORKLOADS)):
+        raise ValueError(f"only={only}: {name} is no workload; must be one or more of {', '.join(WORKLOADS)}")
+    return [name for name in WORKLOADS if not asked or name in asked]
 
 
 class Outcome(NamedTuple):
@@ -24,23 +53,18 @@ class Outcome(NamedTuple):
     conditions: dict[str, bool] | None = None
 
 
-class Others:
-    """The share of the cores that other processes have taken since this was made; None where the system does not tell."""
+def read_ticks() -> tuple[float, float, float]:
+    """Of all cores, busy and in all; and this process's own, with those of its children that have ended."""
+    if not Path("/proc/stat").exists():
+        return 0, 0, 0
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split()[1:9]]
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks), sum(os.times()[:4]) * os.sysconf("SC_CLK_TCK")
 
-    def __init__(self) -> None:
-        self.since = self._ticks()
 
-    def share(self) -> float | None:
-        busy, total, own = (now - then for then, now in zip(self.since, self._ticks(), strict=True))
-        return max(0.0, busy - own) / total if total else None
-
-    @staticmethod
-    def _ticks() -> tuple[float, float, float]:
-        """Busy and in all, of all cores; and this process's own, with those of its children that have ended."""
-        if not Path("/proc/stat").exists():
-            return 0, 0, 0
-        ticks = [int(word) for word in Path("/proc/stat").read_text().split()[1:9]]
-        return sum(ticks) - ticks[3] - ticks[4], sum(ticks), sum(os.times()[:4]) * os.sysconf("SC_CLK_TCK")
+def others_share(since: tuple[float, float, float]) -> float | None:
+    """The share of the cores that other processes have taken since then; None where the system does not tell."""
+    busy, total, own = (now - then for then, now in zip(since, read_ticks(), strict=True))
+    return max(0.0, busy - own) / total if total else None
 
 
 def describe_machine() -> dict[str, Any]:

@@ -3,8 +3,8 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,19 +51,6 @@ class Timings(dict[str, list[float]]):
         return row | {"threads": one.threads, "experts": one.experts, "against_experts": other.experts}
 
 
-@contextmanager
-def quiet_process() -> Iterator[None]:
-    """No collection of garbage, and the caller's number of threads back at the end."""
-    threads, collecting = torch.get_num_threads(), gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        if collecting:
-            gc.enable()
-
-
 def interleave(
     contenders: list[Contender],
     settings: Settings,
@@ -75,7 +62,11 @@ def interleave(
     """Time all contenders in turns; `single_calls` takes one call a sample, for latencies."""
     samples = Timings({one.name: [] for one in contenders})
     rounds = settings.latencies if single_calls else settings.rounds
-    with quiet_process():
+    with ExitStack() as afterwards:
+        afterwards.callback(torch.set_num_threads, torch.get_num_threads())
+        if gc.isenabled():
+            afterwards.callback(gc.enable)
+            gc.disable()
         calls = {one.name: _warm_up(one, settings, single_calls, clock) for one in contenders}
         started = clock()
         for done in range(rounds):

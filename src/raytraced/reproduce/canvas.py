@@ -1,14 +1,14 @@
 """What all figures share: white cards that read on dark pages too, one look for each model, one legend below."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import matplotlib
-import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from raytraced.reproduce.variants import DATA_NAMES
 
@@ -52,6 +52,15 @@ LOOKS = {
     "multi-exit": Look(GREY, "p", ":", False),
     "mlp-total": Look(PURPLE, "<", ":"),
     "mlp-avg": Look(YELLOW, ">", ":"),
+    "mre-target-2": Look(SKY, "v", "--"),
+    "mre-target-12": Look(SKY, "^", "--"),
+    "dense-1-sure": Look(GREY, "1", ":"),
+    "dense-2-sure": Look(GREY, "2", ":"),
+    "dense-4-sure": Look(GREY, "_", ":"),
+    "dense-8-sure": Look(INK, "x", ":"),
+    "top-1-sure": Look(YELLOW, "v", "-."),
+    "top-k-sure": Look(ORANGE, "s", "-."),
+    "threshold-sure": Look(GREEN, "P", "-."),
 }
 
 
@@ -65,18 +74,28 @@ def card(title: str, width: float, height: float) -> Iterator[Figure]:
         yield figure
 
 
-@contextmanager
 def panels(
-    title: str, label: str, shown: Sequence[str], height: float, width: float = 3.3, least: float = 5.0, **rows: Any
-) -> Iterator[np.ndarray]:
-    """A card with a column of panels a data set; `label` is for the vertical axes."""
+    title: str, label: str, shown: Sequence[str], draw: Callable[..., None], height: float,
+    width: float = 3.3, least: float = 5.0, **rows: Any,
+) -> Figure:  # fmt: skip
+    """A card where `draw(data, *axes)` fills a column for each data set; `label` is for the vertical axes, one legend below."""
     with card(title, max(least, width * len(shown)), height) as figure:
-        grid = figure.subplots(ncols=len(shown), squeeze=False, **rows)
-        for axes, data in zip(grid[0], shown, strict=True):
-            axes.set_title(DATA_NAMES[data])
+        grid, handles = figure.subplots(ncols=len(shown), squeeze=False, **rows), dict[str, Artist]()
         for axes in grid[:, 0]:
             axes.set_ylabel(label)
-        yield grid
+        for axes in grid.flat:
+            axes.grid(color=GRID, linewidth=0.6)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        for column, data in zip(grid.T, shown, strict=True):
+            column[0].set_title(DATA_NAMES[data])
+            draw(data, *column)
+        for axes in grid.flat:
+            for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+                handles.setdefault(name, handle)
+        if handles:
+            look = {"ncols": int(figure.get_figwidth() / 1.75), "fontsize": 8, "handlelength": 2.2}
+            figure.legend(list(handles.values()), list(handles), loc="outside lower center", **look)
+        return figure
 
 
 def set_range(axes: Axes, values: Mapping[str, float], span: float, top: float | None = None) -> str:
@@ -87,13 +106,3 @@ def set_range(axes: Axes, values: Mapping[str, float], span: float, top: float |
     axes.set_ylim(lowest - room, best + room)
     below = [f"{name} {value:.1f}" for name, value in values.items() if value < lowest]
     return "\n".join(["", "below:", *below]) if below else ""
-
-
-def add_legend(grid: np.ndarray) -> None:
-    """One legend for all panels, below them."""
-    figure, handles = grid[0, 0].figure, dict[str, Artist]()
-    for axes in grid.flat:
-        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(name, handle)
-    look = {"ncols": int(figure.get_figwidth() / 1.75), "fontsize": 8, "handlelength": 2.2}
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", **look)

@@ -1,6 +1,7 @@
 """The paper's figures, drawn again from our own runs. Each function takes the results and fills a figure."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,12 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from raytraced.reproduce.canvas import BLUE, FAINT, GRID, INK, LOOKS, ORANGE, add_legend, card, panels, set_range
-from raytraced.reproduce.claims import accuracy_by_budget, settled
-from raytraced.reproduce.frontier import frontier_figure
+from raytraced.reproduce.canvas import BLUE, FAINT, GREY, GRID, INK, LOOKS, ORANGE, SKY, card, panels, set_range
+from raytraced.reproduce.claims import settled
 from raytraced.reproduce.plan import FULL
-from raytraced.reproduce.records import Record, Results, spread
+from raytraced.reproduce.records import Point, Record, Results, budget_points, spread
 from raytraced.reproduce.variants import DATA_NAMES, EQUAL_LR, NAMES
 from raytraced.tasks.table import find_task
 
@@ -32,6 +32,7 @@ CAPTIONS = {
     "fig6": "Figure 6: validation accuracy over the epochs, mean and range over seeds.",
     "fig7": "Figure 7: correctly classified test images, the first ones of each number of experts used (left).",
     "frontier": "The frontier: test accuracy (mean and deviation over seeds) against multiply-adds.",
+    "sure": "Stopping when sure: accuracy against multiply-adds as more and more may be lost, everyone trained for it.",
     "union": "The frontier on the union of the three data sets: 30 classes, width 64, 64-wide experts.",
 }  # fmt: skip
 
@@ -54,46 +55,46 @@ def save_figures(
 
 def draw_part(part: str, results: Results, names: list[str], data_root: str | None) -> Iterator[tuple[str, Figure]]:
     """The figures of a part by file name, where there are runs for them."""
-    names = [data for data in names if not FULL.data[data].wide]
-    if part == "union":
-        names = [data for data, plan in FULL.data.items() if plan.wide]
-    known = {data: results.labels(data) for data in names}
-    if part == "fig2":
-        for name, label in (("fig2", "mre"), ("fig2-paper", "mre-paper")):
-            if shown := [data for data in names if label in known[data]]:
-                yield name, sequence_figure(results, shown, label)
-    elif part == "fig3":
-        if shown := [data for data in names if known[data] or results.labels(data, "equal-lr")]:
-            yield part, epochs_figure(results, shown)
-    elif part == "fig6":
-        if shown := [data for data in names if set(known[data]) & set(NAMES)]:
-            yield part, validation_figure(results, shown)
-    elif part in ("frontier", "union"):
-        if shown := [data for data in names if len(known[data]) > 1]:
-            yield part, frontier_figure(results, shown)
-    elif part in ("fig5", "fig7"):
-        for data in (data for data in names if "mre" in known[data]):
-            record, dataset = results.of(data, "mre")[0], find_task(data).load(data, data_root)
-            if part == "fig5":
-                yield f"fig5-{data}", class_figure(record, dataset.class_names)
-            else:
-                yield f"fig7-{data}", gallery_figure(record, dataset.test.images.numpy())
+    wide = part == "union"
+    known = {data: set(results.labels(data)) for data in (FULL.data if wide else names) if FULL.data[data].wide == wide}
+    ours, written, papers = (
+        [data for data in known if known[data] & labels] for labels in ({"mre"}, {"mre-paper"}, {*NAMES})
+    )
+    compared = [data for data in known if len(known[data]) > 1]
+    raced = [data for data in known if known[data] or results.labels(data, "equal-lr")]
+    for name, shown, draw in (
+        ("fig2", ours, partial(sequence_figure, label="mre")),
+        ("fig2-paper", written, partial(sequence_figure, label="mre-paper")),
+        ("fig3", raced, epochs_figure),
+        ("fig6", papers, validation_figure),
+        (part, compared if part in ("frontier", "union") else [], frontier_figure),
+    ):
+        if shown and name.partition("-")[0] == part:
+            yield name, draw(results, shown)
+    if part == "sure" and (stopped := [data for data in FULL.data if len(sure_labels(results, data)) > 1]):
+        yield "sure", sure_figure(results, stopped)
+    for data in ours if part in ("fig5", "fig7") else []:
+        record, dataset = results.of(data, "mre")[0], find_task(data).load(data, data_root)
+        if part == "fig5":
+            yield f"fig5-{data}", class_figure(record, dataset.class_names)
+        else:
+            yield f"fig7-{data}", gallery_figure(record, dataset.test.images.numpy())
 
 
 def sequence_figure(results: Results, shown: list[str], label: str) -> Figure:
     """Figure 2: accuracy after 0, 1, … experts, a line for each sequence length; below, how long sequences are."""
+
+    def draw(data: str, above: Axes, below: Axes) -> None:
+        pooled = pool_lengths(results.of(data, label))
+        draw_lengths(above, pooled, [point.accuracy.mean for point in budget_points(results.of(data, label))])
+        below.bar(list(pooled), [100 * share for share, _ in pooled.values()], color=BLUE, width=0.8)
+        mean = sum(length * share for length, (share, _) in pooled.items())
+        below.axvline(mean, color=INK, linestyle="--", linewidth=1)
+        below.set(xlabel=f"experts an image uses (mean {mean:.1f})", ylabel="images (%)" if data == shown[0] else "")
+        below.grid(False)
+
     title = f"{NAMES[label]}: accuracy along the sequence, one line for each sequence length"
-    with panels(title, "test accuracy (%)", shown, 4.8, nrows=2, height_ratios=(2, 1)) as grid:
-        for above, below, data in zip(*grid, shown, strict=True):
-            pooled = pool_lengths(results.of(data, label))
-            draw_lengths(above, pooled, accuracy_by_budget(results.of(data, label)))
-            below.bar(list(pooled), [100 * share for share, _ in pooled.values()], color=BLUE, width=0.8)
-            mean = sum(length * share for length, (share, _) in pooled.items())
-            below.axvline(mean, color=INK, linestyle="--", linewidth=1)
-            below.set_xlabel(f"experts an image uses (mean {mean:.1f})")
-            below.xaxis.set_major_locator(MaxNLocator(integer=True))
-        grid[1, 0].set_ylabel("images (%)")
-        return grid[0, 0].figure
+    return panels(title, "test accuracy (%)", shown, draw, 4.8, nrows=2, height_ratios=(2, 1))
 
 
 Lengths = dict[int, tuple[float, list[float]]]
@@ -130,8 +131,6 @@ def draw_lengths(axes: Axes, pooled: Lengths, everyone: list[float]) -> None:
         axes.annotate(name, (len(curve) - 1, 100 * curve[-1]), (4, 0), textcoords="offset points", **own)
     axes.set_xlim(-0.3, reach + 0.7)
     axes.set_xlabel("experts run so far")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(color=GRID, linewidth=0.6)
 
 
 def thin_out(lengths: list[Any]) -> list[Any]:
@@ -143,53 +142,43 @@ def thin_out(lengths: list[Any]) -> list[Any]:
 def epochs_figure(results: Results, shown: list[str]) -> Figure:
     """Figure 3: test accuracy of a run against the epochs it took to settle, at an equal rate and at each model's best."""
     groups = {"equal-lr": f"rate {EQUAL_LR:g} for all", "main": "each at its best rate"}
+
+    def draw(data: str, *column: Axes) -> None:
+        for axes, (group, rates) in zip(column, groups.items(), strict=True):
+            lowest, best, last = {}, 0.0, 40
+            for label, name in NAMES.items():
+                if records := results.of(data, label, group):
+                    accuracies, look = [100 * one.accuracy for one in records], LOOKS[label]
+                    axes.scatter([settled(one) for one in records], accuracies, s=34, marker=look.marker,
+                                 facecolor=look.face, edgecolor=look.colour, linewidth=1.2, label=name, zorder=3)  # fmt: skip
+                    lowest[name], best, last = min(accuracies), max(best, *accuracies), records[0].config.epochs
+            axes.set_xlim(0, 1 + last)
+            below = set_range(axes, lowest, SPAN, best) if lowest else ""
+            axes.set_title(f"{DATA_NAMES[data]}, {rates}", fontsize=8.5)
+            axes.set_xlabel(f"epochs{below}", fontsize=8)
+
     title = "Test accuracy of runs, and the epochs until they were within 0.5 points of their best"
-    with panels(title, "test accuracy (%)", shown, 5.4, nrows=2) as grid:
-        for row, (group, rates) in zip(grid, groups.items(), strict=True):
-            for axes, data in zip(row, shown, strict=True):
-                below = draw_settled(axes, results, data, group)
-                axes.set_title(f"{DATA_NAMES[data]}, {rates}", fontsize=8.5)
-                axes.set_xlabel(f"epochs{below}", fontsize=8)
-        add_legend(grid)
-        return grid[0, 0].figure
-
-
-def draw_settled(axes: Axes, results: Results, data: str, group: str) -> str:
-    """A marker a run; returns what lies below the panel."""
-    lowest, best, last = {}, 0.0, 0
-    for label, name in NAMES.items():
-        records = results.of(data, label, group)
-        if records:
-            accuracies, look = [100 * one.accuracy for one in records], LOOKS[label]
-            axes.scatter([settled(one) for one in records], accuracies, s=34, marker=look.marker, facecolor=look.face,
-                         edgecolor=look.colour, linewidth=1.2, label=name, zorder=3)  # fmt: skip
-            lowest[name], best, last = min(accuracies), max(best, *accuracies), records[0].config.epochs
-    axes.grid(color=GRID, linewidth=0.6)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlim(0, 1 + (last or 40))
-    return set_range(axes, lowest, SPAN, best) if lowest else ""
+    return panels(title, "test accuracy (%)", shown, draw, 5.4, nrows=2)
 
 
 def validation_figure(results: Results, shown: list[str]) -> Figure:
     """Figure 6: validation accuracy over the epochs, the mean of the seeds and their range."""
-    with panels("Validation accuracy over the epochs", "validation accuracy (%)", shown, 3.6) as grid:
-        for axes, data in zip(grid[0], shown, strict=True):
-            finals = {}
-            for label in (label for label in NAMES if results.of(data, label)):
-                values = 100 * np.array([one.history["validation_accuracy"] for one in results.of(data, label)])
-                epochs, look = np.arange(1, values.shape[1] + 1), LOOKS[label]
-                axes.plot(epochs, values.mean(0), look.line, color=look.colour, linewidth=1.5, label=NAMES[label],
-                          marker=look.marker, markevery=max(1, len(epochs) // 6), markersize=4,
-                          markerfacecolor=look.face)  # fmt: skip
-                axes.fill_between(epochs, values.min(0), values.max(0), color=look.colour, alpha=0.15, linewidth=0)
-                finals[NAMES[label]] = spread(values[:, -1]).mean
-            # the first epochs would leave no room for the differences
-            below = set_range(axes, finals | {"": max(finals.values()) - SPAN / 2}, SPAN)
-            axes.set_xlabel(f"epoch{below}")
-            axes.grid(color=GRID, linewidth=0.6)
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        add_legend(grid)
-        return grid[0, 0].figure
+
+    def draw(data: str, axes: Axes) -> None:
+        finals = {}
+        for label in (label for label in NAMES if results.of(data, label)):
+            values = 100 * np.array([one.history["validation_accuracy"] for one in results.of(data, label)])
+            epochs, look = np.arange(1, values.shape[1] + 1), LOOKS[label]
+            axes.plot(epochs, values.mean(0), look.line, color=look.colour, linewidth=1.5, label=NAMES[label],
+                      marker=look.marker, markevery=max(1, len(epochs) // 6), markersize=4,
+                      markerfacecolor=look.face)  # fmt: skip
+            axes.fill_between(epochs, values.min(0), values.max(0), color=look.colour, alpha=0.15, linewidth=0)
+            finals[NAMES[label]] = spread(values[:, -1]).mean
+        # the first epochs would leave no room for the differences
+        below = set_range(axes, finals | {"": max(finals.values()) - SPAN / 2}, SPAN)
+        axes.set_xlabel(f"epoch{below}")
+
+    return panels("Validation accuracy over the epochs", "validation accuracy (%)", shown, draw, 3.6)
 
 
 def class_figure(record: Record, class_names: tuple[str, ...]) -> Figure:
@@ -234,3 +223,89 @@ def gallery_figure(record: Record, images: np.ndarray) -> Figure:
                 axes.imshow(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0), cmap="gray_r")
             row[0].text(-0.35, 0.5, length, transform=row[0].transAxes, ha="right", va="center", fontsize=10)
         return figure
+
+
+def frontier_figure(results: Results, shown: list[str]) -> Figure:
+    """Accuracy against multiply-adds: every model a point, MRE a line along its targets and a line along budgets."""
+    title, draw = "Accuracy against cost, mean and deviation over the seeds", partial(draw_frontier, results)
+    return panels(title, "test accuracy (%)", shown, draw, 4.8, width=3.5, least=5.6)
+
+
+def draw_frontier(results: Results, data: str, axes: Axes) -> None:
+    """One data set; the horizontal axis leaves out what the leanest input block and output layer take."""
+    points = [results.point(data, label) for label in results.compared(data)]
+    common = min(point.fixed_macs for point in points)
+    values = {point.records[0].label: 100 * point.accuracy.mean for point in points}
+    best, middle = max(values.values()), sorted(values.values())[len(values) // 2]
+    below = set_range(axes, values, max(2.5, 2.2 * (best - middle)))
+    points = [point for point in points if values[point.records[0].label] >= axes.get_ylim()[0]]
+    common_look: dict[str, Any] = {"markersize": 6, "linewidth": 1.5, "elinewidth": 0.8, "zorder": 4}
+
+    def draw(chosen: list[Point], name: str, deviation: bool = True, **look: Any) -> None:
+        """Points of one family, joined."""
+        x, y = [(point.macs - common) / 1000 for point in chosen], [100 * point.accuracy.mean for point in chosen]
+        std = [100 * point.accuracy.std for point in chosen] if deviation else None
+        axes.errorbar(x, y, std, label=name, **common_look | look)
+
+    ours, dense = (
+        sorted((point for point in points if point.records[0].family == family), key=lambda point: point.macs)
+        for family in ("mre", "dense")
+    )
+    if dense:
+        draw(dense, "dense, 1 2 4 8 blocks", color=GREY, linestyle=":", marker="_", markeredgewidth=1.6)
+    for point in dense:
+        place = (point.macs - common) / 1000, 100 * point.accuracy.mean
+        axes.annotate(
+            f"{point.records[0].setting:g}", place, (4, 3), textcoords="offset points", fontsize=7.5, color=GREY
+        )
+    for point in points:
+        if point not in ours and point not in dense:
+            look = LOOKS[point.records[0].label]
+            draw([point], point.records[0].label, color=look.colour, marker=look.marker, markerfacecolor=look.face,
+                 linestyle="none", zorder=3)  # fmt: skip
+    if ours:
+        draw(ours, "MRE, trained for 2, 6, 12", color=BLUE, linestyle="-", marker="o")
+    budgets = budget_points(results.of(data, "mre"))[1:]
+    if len(budgets) > 1:
+        draw(budgets, "MRE, budgets 1, 2 …", deviation=False, color=BLUE, linestyle="--", marker=".")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel(f"thousand multiply-adds an image,\nbeyond the common input block{below}", fontsize=8)
+
+
+def sure_labels(results: Results, data: str) -> list[str]:
+    """Who was stopped when sure on a data set."""
+    return [label for label in results.labels(data) if any(one.sure for one in results.of(data, label))]
+
+
+def sure_figure(results: Results, shown: list[str]) -> Figure:
+    """Everyone along the points of accuracy that may be lost, thresholds from validation; below, whom the experts went to."""
+
+    def draw(data: str, above: Axes, below: Axes) -> None:
+        labels = sure_labels(results, data)
+        fixed = min(results.point(data, label).fixed_macs for label in labels)
+        finals = {}
+        for label in labels:
+            records = [one.sure for one in results.of(data, label) if one.sure]
+            rows = list(zip(*(one["points"] for one in records), strict=True))
+            x, y = ([spread(row[name] for row in same).mean for same in rows] for name in ("macs", "accuracy"))
+            look = LOOKS[label]
+            axes_x, axes_y = [(value - fixed) / 1000 for value in x], [100 * value for value in y]
+            above.plot(axes_x, axes_y, look.line, color=look.colour, marker=look.marker, markerfacecolor=look.face,
+                       markersize=4, linewidth=1.4, label=label)  # fmt: skip
+            finals[label] = max(axes_y)
+        told = set_range(above, finals | {"": max(finals.values()) - 2.5}, 4.0)
+        above.set_xlabel(f"thousand multiply-adds an image,\nbeyond the common input block{told}", fontsize=8)
+        runs = [one.sure["runs"] for one in results.of(data, "mre") if one.sure]
+        counts = {num: [sum(one.get(str(num), (0, 0))[at] for one in runs) for at in (0, 1)] for num in range(13)}
+        total = max(1, sum(num for num, _ in counts.values()))
+        shares = {num: 100 * images / total for num, (images, _) in counts.items() if images >= LEAST_SHARE * total}
+        below.bar(list(shares), list(shares.values()), color=SKY, width=0.8, label="share of images")
+        right = [100 * counts[num][1] / counts[num][0] for num in shares]
+        below.plot(list(shares), right, color=ORANGE, marker="s", markersize=4, label="right, of these")
+        below.set(xlabel="experts that MRE ran", ylabel="images (%)" if data == shown[0] else "", ylim=(0, 103))
+
+    title = "Stopping when sure, thresholds from validation images; below, how many experts ran and how often they were right"
+    return panels(title, "test accuracy (%)", shown, draw, 5.6, width=3.2, nrows=2, height_ratios=(2, 1))

@@ -1,4 +1,4 @@
-"""The table of runs: how much is trained on which data set, from what configuration. Needs no torch."""
+"""The table of runs: how much is trained on which data set, from what configuration, and for which part. Needs no torch."""
 
 import hashlib
 import json
@@ -7,11 +7,14 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, Literal
 
+from raytraced.reproduce import variants as who
 from raytraced.reproduce.variants import Variant
 from raytraced.training.config import PRIVATE_FIELDS, TrainConfig, preset_values
+from raytraced.words import did_you_mean
 
 Group = Literal["main", "equal-lr", "search", "temperature", "init"]
 LearningRates = Mapping[str, Mapping[str, float]]  # data set → label → learning rate
+Wanted = tuple[str, ...] | None  # data sets that were asked for; None: those that a part is made for
 
 SEARCH_SEED = 100  # of no other run
 
@@ -25,7 +28,7 @@ class DataPlan:
     paper: bool = True  # whether it is in the paper's tables and figures
     compared: bool = True  # whether every rival is searched for and trained
     grid: tuple[float, ...] = (5e-4, 1e-3, 2e-3, 5e-3, 1e-2)  # learning rates that the search tries, for every model
-    costs: tuple[float, ...] = (0.0003, 0.001, 0.003)  # that MRE is charged for an expert, besides none
+    targets: tuple[float, ...] = (2.0, 12.0)  # mean numbers of experts that MRE is trained for, besides the recipe's
     options: dict[str, Any] = field(default_factory=dict)  # of every model, where they are wider than the paper's
     epoch_seconds: float = 1.0  # of MRE on one core: the first guess at the time left, and what orders the runs
 
@@ -50,7 +53,7 @@ class Scale:
 
 
 # 64-wide experts, so that capacity matters. A short search would favour too large rates: fewer rates, each a whole run.
-UNION = DataPlan(6, 6, False, True, (1e-3, 2e-3, 5e-3), (0.003, 0.03), {"dim": 64}, epoch_seconds=7.0)
+UNION = DataPlan(6, 6, False, True, (1e-3, 2e-3, 5e-3), options={"dim": 64}, epoch_seconds=7.0)
 FULL = Scale(
     "full",
     {
@@ -66,22 +69,16 @@ FULL = Scale(
     probe_data="fashion-mnist",
     probe_epochs=15,
 )
-
-
-def small(name: str, epochs: int, search_epochs: int = 1, paper: bool = False, compared: bool = False) -> DataPlan:
-    """A data set's plan in small."""
-    plan = replace(FULL.data[name], epochs=epochs, search_epochs=search_epochs, paper=paper, compared=compared)
-    return replace(plan, grid=(1e-3, 5e-3), costs=(0.03,))
-
-
+# what a quick run has in small, where its own line does not say otherwise
+SMALL: dict[str, Any] = {"search_epochs": 1, "paper": False, "compared": False, "grid": (1e-3, 5e-3), "targets": (2.0,)}
 QUICK = Scale(
     "quick",
     {
-        "digits": small("digits", 10, 3, paper=True, compared=True),
-        "mnist": small("mnist", 2),
-        "fashion-mnist": small("fashion-mnist", 2, paper=True),
-        "cifar10": small("cifar10", 1),
-        "union": small("union", 1),
+        "digits": replace(FULL.data["digits"], **SMALL | {"epochs": 10, "search_epochs": 3, "paper": True, "compared": True}),
+        "mnist": replace(FULL.data["mnist"], **SMALL, epochs=2),
+        "fashion-mnist": replace(FULL.data["fashion-mnist"], **SMALL | {"epochs": 2, "paper": True}),
+        "cifar10": replace(FULL.data["cifar10"], **SMALL, epochs=1),
+        "union": replace(FULL.data["union"], **SMALL, epochs=1),
     },
     num_seeds=1,
     num_compared_seeds=1,
@@ -89,7 +86,7 @@ QUICK = Scale(
     probe_data="digits",
     probe_epochs=6,
     fixed_lr=5e-3,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,7 @@ class Run:
     label: str
     config: TrainConfig
     family: str = ""  # what it is one setting of, or its label
-    setting: float | None = None  # learning rate of a search, temperature, cost of an expert, number of blocks
+    setting: float | None = None  # learning rate of a search, temperature, target, number of blocks
 
     @property
     def data(self) -> str:
@@ -177,3 +174,90 @@ class Planner:
         values |= {"device": "cpu", "threads": 1, "quiet": True}
         values["model_options"] = self.scale.data[data].options | variant.options
         return TrainConfig(data=data, model=variant.model, **values)
+
+
+# The parts of the evidence, by the names that --only takes.
+PARTS = {
+    "table1": "Table 1: accuracy of every model",
+    "table2": "Table 2: parameters and experts used",
+    "fig2": "Figure 2: accuracy along the sequence, and how many experts are used",
+    "fig3": "Figure 3: accuracy against epochs, at an equal learning rate and at each model's best",
+    "fig5": "Figure 5: experts by class",
+    "fig6": "Figure 6: validation accuracy over the epochs",
+    "fig7": "Figure 7: images ordered by the experts they use",
+    "lr": "The learning-rate search",
+    "balance": "How evenly experts are used",
+    "temperature": "Temperature of the Gumbel-softmax",
+    "init": "Scaling of the initialisation",
+    "frontier": "Accuracy against multiply-adds",
+    "union": "Accuracy against multiply-adds, the union of three data sets",
+    "sure": "Accuracy against multiply-adds, everyone stopping when sure",
+    "ship": "Trained models for the package",
+}
+SETS = {
+    "default": ("table1", "table2", "fig2", "fig3", "fig5", "fig6", "fig7"),
+    "claims": ("lr", "balance", "temperature", "init"),
+    "all": tuple(part for part in PARTS if part != "ship"),
+}
+
+
+def choose_parts(names: Iterable[str]) -> list[str]:
+    """The parts that names of parts and of sets stand for, in the table's order."""
+    chosen: set[str] = set()
+    for name in names:
+        if name not in PARTS and name not in SETS:
+            raise ValueError(f"only={name}: no such part; {did_you_mean(name, [*PARTS, *SETS])}")
+        chosen |= set(SETS.get(name, (name,)))
+    return [part for part in PARTS if part in chosen]
+
+
+def runs_of(part: str, planner: Planner, wanted: Wanted) -> list[Run]:
+    """The runs that a part needs, of the models that it compares on the data sets that it is made for."""
+    scale, plans, seeds = planner.scale, planner.scale.data, range(planner.scale.num_seeds)
+    asked = [name for name in plans if wanted is None or name in wanted]
+    # the paper's, or any others that were asked for; wide models are not the paper's
+    papers = [name for name in asked if (plans[name].paper or wanted) and not plans[name].wide]
+    probed = [name for name in asked if name == scale.probe_data]
+    compared = [name for name in asked if plans[name].compared and plans[name].wide == (part == "union")]
+    match part:
+        case "table1":
+            return planner.runs("main", (*who.PAPER_VARIANTS, *who.PAPER_RIVALS), papers, seeds)
+        case "fig6":
+            return planner.runs("main", who.PAPER_VARIANTS, papers, seeds)
+        case "table2" | "fig2":
+            return planner.runs("main", (who.MRE, who.MRE_PAPER), papers, seeds)
+        case "fig3":
+            equal = planner.runs("equal-lr", who.EQUAL_VARIANTS, papers, [0])
+            return planner.runs("main", who.PAPER_VARIANTS, papers, seeds) + equal
+        case "fig5" | "fig7":
+            return planner.runs("main", (who.MRE,), papers, [0])
+        case "lr":
+            return [run for name, one in product(compared, who.PAPER_VARIANTS) for run in planner.search(one, name)]
+        case "balance":
+            return planner.runs("main", who.BALANCE_VARIANTS, papers, seeds)
+        case "temperature":
+            variants = who.temperature_variants(scale.temperatures)
+            return planner.runs("temperature", variants, probed, seeds, scale.probe_epochs)
+        case "init":
+            return planner.runs("init", who.INIT_VARIANTS, probed, seeds, scale.probe_epochs)
+        case "frontier" | "union":
+            pairs = [(name, who.compared_variants(plans[name].targets, plans[name].wide)) for name in compared]
+            seeds = range(scale.num_compared_seeds)
+        case "sure":
+            names = [name for name in asked if plans[name].compared]
+            return planner.runs("main", who.SURE_VARIANTS, names, range(scale.num_compared_seeds))
+        case _:  # ship
+            pairs = [(name, (variant,)) for name, variant in who.SHIPPED.values() if name in asked]
+    return [run for name, variants in pairs for run in planner.runs("main", variants, [name], seeds)]
+
+
+def collect_runs(parts: Iterable[str], planner: Planner, wanted: Wanted) -> list[Run]:
+    """All runs that some parts need, each once."""
+    return list({run.key: run for part in parts for run in runs_of(part, planner, wanted)}.values())
+
+
+def every_run(planner: Planner) -> list[Run]:
+    """Whatever may have been run at a scale by whichever command: with the rates known by now, and before, the searches."""
+    planners, everywhere = (Planner(planner.scale, {}), planner), tuple(planner.scale.data)
+    runs = (collect_runs(PARTS, one, wanted) for one in planners for wanted in (None, everywhere))
+    return list({run.key: run for some in runs for run in some}.values())

@@ -13,6 +13,7 @@ from raytraced.training.config import TrainConfig
 
 # Learning rates whose accuracies differ by no more are equal, and of equals the smaller wins: its long runs are steadier.
 TIE = 0.001 + 1e-9  # 6 of 6,000 images are exactly a tie
+COSTS = ("accuracy", "experts", "macs", "expert_macs")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Record(Run):
     validation: dict[str, Any] = field(default_factory=dict)
     test: dict[str, Any] = field(default_factory=dict)  # with cost, load, and what sequences of each length did
     budgets: list[dict[str, float]] = field(default_factory=list)  # with at most 0, 1, … experts: accuracy, cost
+    sure: dict[str, Any] = field(default_factory=dict)  # when images stop where the answer is sure: see `stops`
 
     @property
     def accuracy(self) -> float:
@@ -42,8 +44,7 @@ class Record(Run):
     @property
     def costs(self) -> dict[str, float]:
         """Accuracy and cost without a budget, as a row of `budgets`."""
-        macs = {"macs": self.macs["total"], "expert_macs": self.macs["experts"]}
-        return {"accuracy": self.accuracy, "experts": self.experts} | macs
+        return dict(zip(COSTS, (self.accuracy, self.experts, self.macs["total"], self.macs["experts"]), strict=True))
 
     @property
     def macs(self) -> Mapping[str, float]:
@@ -121,6 +122,30 @@ def spread(values: Iterable[float]) -> Spread:
     return Spread(mean, math.sqrt(variance), len(known))
 
 
+class Point(NamedTuple):
+    """One model on one data set, means over its seeds: what it reaches at which cost."""
+
+    records: list[Record]
+    accuracy: Spread
+    experts: float
+    macs: float
+    expert_macs: float
+    fixed_macs: float  # of the input block and the output layer, which no routing can save
+
+
+def make_point(records: list[Record], budget: int | None = None) -> Point:
+    """A model as it runs by itself, or with at most so many experts; a seed whose sequences are shorter gives its last."""
+    rows = [one.budgets[min(budget, len(one.budgets) - 1)] if budget is not None else one.costs for one in records]
+    accuracy, experts, macs, expert_macs = (spread(row[name] for row in rows) for name in COSTS)
+    fixed = spread(one.macs["input"] + one.macs["head"] for one in records)
+    return Point(records, accuracy, experts.mean, macs.mean, expert_macs.mean, fixed.mean)
+
+
+def budget_points(records: list[Record]) -> list[Point]:
+    """A model with at most 0, 1, … experts."""
+    return [make_point(records, budget) for budget in range(max((len(one.budgets) for one in records), default=0))]
+
+
 class Results:
     """All records at hand, to be asked for by group, data set and label."""
 
@@ -136,18 +161,19 @@ class Results:
         """The models that were run on a data set."""
         return list(dict.fromkeys(one.label for one in self.whole if (one.data, one.group) == (data, group)))
 
+    def compared(self, data: str) -> list[str]:
+        """The same without those who meet in tables of their own: trained to be stopped early, or as the paper has them."""
+        apart = ("-sure", "-paper")
+        return [label for label in self.labels(data) if label == "mre-paper" or not label.endswith(apart)]
+
     def data(self, group: str = "main", wide: bool = True) -> list[str]:
         """The data sets of a group, those with wide models too or not."""
         found = {one.data for one in self.whole if one.group == group}
         return [name for name, plan in FULL.data.items() if name in found and (wide or not plan.wide)]
 
-    def accuracy(self, data: str, label: str, group: str = "main") -> Spread:
-        """On the test images, over the seeds."""
-        return spread(one.accuracy for one in self.of(data, label, group))
-
-    def experts(self, data: str, label: str, group: str = "main") -> Spread:
-        """That a test image used on average, over the seeds."""
-        return spread(one.experts for one in self.of(data, label, group))
+    def point(self, data: str, label: str, group: str = "main") -> Point:
+        """The seeds of one model on one data set, together."""
+        return make_point(self.of(data, label, group))
 
     def searches(self) -> dict[tuple[str, str], dict[float, float | None]]:
         """(data set, label) → learning rate → validation accuracy, None where the run diverged."""

@@ -14,7 +14,7 @@ from raytraced.progress import clock
 from raytraced.reproduce.claims import judge_all
 from raytraced.reproduce.figures import CAPTIONS
 from raytraced.reproduce.plan import Scale
-from raytraced.reproduce.records import Record, Results, shorten, spread
+from raytraced.reproduce.records import Record, Results, make_point, shorten, spread
 from raytraced.reproduce.tables import all_tables, readme_table
 
 QUICK_NOTE = "Quick run: a small likeness of the evidence, made in minutes to show that all of it works. Not a result."
@@ -36,12 +36,8 @@ def write_report(results: Results, scale: Scale, folder: Path) -> None:
     summary["claims"] = {name: asdict(claim) for name, claim in claims.items()}
     readme = readme_table(results)
     text = ["# Results", "", *([f"**{quick}**", ""] if quick else []), RULE, "", *(one.markdown() for one in tables)]
-    template = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    ).from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
-    page = template.render(
-        quick=quick, rule=RULE, about=about, tables=tables, claims=claims, figures=read_figures(folder / "figures")
-    )
+    figures = read_figures(folder / "figures")
+    page = render("report.html", quick=quick, rule=RULE, about=about, tables=tables, claims=claims, figures=figures)
     write_file(folder / "summary.json", json.dumps(shorten(summary), indent=1, ensure_ascii=False) + "\n")
     write_file(folder / "about.json", json.dumps(about, indent=1) + "\n")
     write_file(folder / "tables.md", "\n".join(text))
@@ -49,15 +45,22 @@ def write_report(results: Results, scale: Scale, folder: Path) -> None:
     write_file(folder / "report.html", page)
 
 
+def render(template: str, /, **values: Any) -> str:
+    """A template of this folder, filled in."""
+    html = template.endswith("html")
+    environment = jinja2.Environment(autoescape=html, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(Path(__file__).with_name(template).read_text(encoding="utf-8")).render(**values)
+
+
 def summarise(records: list[Record]) -> dict[str, Any]:
     """The figures of one model on one data set, over its seeds."""
-    accuracy = spread(one.accuracy for one in records)
+    point = make_point(records)
     return {
-        "accuracy_mean": accuracy.mean,
-        "accuracy_std": accuracy.std,
-        "seeds": accuracy.num,
-        "experts_mean": spread(one.experts for one in records).mean,
-        "macs_mean": spread(one.macs["total"] for one in records).mean,
+        "accuracy_mean": point.accuracy.mean,
+        "accuracy_std": point.accuracy.std,
+        "seeds": point.accuracy.num,
+        "experts_mean": point.experts,
+        "macs_mean": point.macs,
         "parameters": records[0].parameters,
         "epochs": records[0].config.epochs,
         "seconds": spread(one.seconds for one in records).mean,

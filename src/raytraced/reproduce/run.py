@@ -1,7 +1,6 @@
 """Trains many runs with one worker process a core; stopped at any moment, the same call goes on where it was."""
 
 import errno
-import fcntl
 import multiprocessing
 import os
 import shutil
@@ -16,10 +15,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from rich.console import Console
 
-from raytraced.files import write_file
+from raytraced.files import lock_file, write_file
 from raytraced.progress import clock
 from raytraced.reproduce.plan import Run
 from raytraced.reproduce.records import Record, Store, read_line, write_line
@@ -28,6 +28,7 @@ from raytraced.training.run_folder import RunFolder
 
 LOCK_SECONDS = 30  # a worker that outlived its runner needs a moment to save
 MOST_BUDGETS = 20
+WITHIN = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # points of validation accuracy that an early stop may cost
 HISTORY = ("train_loss", "train_accuracy", "validation_accuracy", "validation_experts", "seconds")
 VALIDATION = ("num_samples", "accuracy", "loss", "calibration_error", "mean_experts", "accuracy_per_class",
               "experts_per_class", "expert_load")  # fmt: skip
@@ -90,7 +91,7 @@ def locked(path: Path) -> Iterator[None]:
         deadline = time.monotonic() + LOCK_SECONDS
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(file)
                 break
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.EACCES) or time.monotonic() > deadline:
@@ -172,7 +173,8 @@ def serve(pipe: Connection, work: Path, data_root: str | None) -> None:
     os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     threading.Thread(target=end_with_runner, daemon=True).start()
     with (work / ".workers").open("w") as file, suppress(EOFError):
-        fcntl.flock(file, fcntl.LOCK_SH)  # while a worker lives, no other runner starts, even if its own was killed
+        # While a worker lives, no other runner starts, even if its own was killed.
+        lock_file(file, shared=True, wait=True)
         while True:
             run, problem = pipe.recv(), None
             try:
@@ -194,7 +196,7 @@ def end_with_runner() -> None:
 
 def perform(run: Run, work: Path, data_root: str | None) -> None:
     """Train a run, or go on with it; the record in its folder says that it is done."""
-    from raytraced.training.faults import Diverged
+    from raytraced.training.evaluation import Diverged
     from raytraced.training.loop import train
 
     folder = RunFolder(work / run.folder)
@@ -203,12 +205,35 @@ def perform(run: Run, work: Path, data_root: str | None) -> None:
     try:
         if folder.read_summary() is None:
             train(config, folder if started else None, pictures=False)
-        record = make_record(run, folder)
+        record = replace(make_record(run, folder), sure=stops(run, folder, data_root))
     except Diverged as error:
         record = Record(**vars(run), error=str(error).partition(";")[0])
     write_file(folder.path / "record.json", write_line(record))
     for leftover in ("last", "events", "best"):
         shutil.rmtree(folder.path / leftover, ignore_errors=True)
+
+
+def stops(run: Run, folder: RunFolder, data_root: str | None) -> dict[str, Any]:
+    """What stopping when sure gives a model that learnt to answer early, thresholds from validation, figures from test images.
+
+    "points": a row for each number of points that may be lost; "looks": a row where everyone stops after as many layers;
+    "runs": by experts run at the threshold that may lose 0.1 points, the number of images and how many of them are right.
+    """
+    if not run.config.look_loss and not run.config.anytime_loss:
+        return {}
+    from raytraced.saving import load
+    from raytraced.tasks.table import find_task
+    from raytraced.training.calibration import calibrate, look_at_all
+
+    model, task = load(folder.path), find_task(run.data)
+    data = task.load_for(model, run.data, data_root)
+    seen, shown = (look_at_all(model, task, data, split, "layer") for split in ("validation", "test"))
+    points = []
+    for within in WITHIN:
+        sure = calibrate(seen, within)
+        validation = {f"validation_{name}": value for name, value in seen.stop(sure).items()}
+        points.append({"within": within, "sure": sure} | validation | shown.stop(sure))
+    return {"points": points, "looks": shown.looks(), "runs": shown.by_runs(calibrate(seen, 0.1))}
 
 
 def make_record(run: Run, folder: RunFolder) -> Record:

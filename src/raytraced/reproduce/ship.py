@@ -1,71 +1,52 @@
 """Trained models for the package: the seed that did best on validation images, with a card that says what it is."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
-
-import jinja2
 
 from raytraced.files import write_file
 from raytraced.reproduce.records import Record, Results
-from raytraced.reproduce.variants import DATA_NAMES, NAMES
-from raytraced.saving import PRETRAINED
+from raytraced.reproduce.report import render
+from raytraced.reproduce.variants import DATA_NAMES, NAMES, SHIPPED
+from raytraced.saving import PRETRAINED, load, save
+from raytraced.tasks.table import find_task
+from raytraced.training.calibration import calibration
 
 MOST_BYTES = 1_000_000
-
-# Shipped name → data set and label.
-SHIPPED = {
-    "mre-mnist": ("mnist", "mre"),
-    "mre-fashion-mnist": ("fashion-mnist", "mre"),
-    "mre-cifar10": ("cifar10", "mre"),
-    "mre-digits": ("digits", "mre"),
-    "mre-paper-fashion-mnist": ("fashion-mnist", "mre-paper"),
-}
+WITHIN = 0.1  # points of validation accuracy that an early stop may cost
 RECIPE_FIELDS = ("optimizer", "lr", "lr_routing", "lr_experts", "schedule", "batch_size", "warmup", "weight_decay",
-                 "clip", "label_smoothing", "expert_cost", "anytime_loss", "data_options")  # fmt: skip
+                 "clip", "label_smoothing", "target_experts", "anytime_loss", "look_loss", "data_options")  # fmt: skip
 
 
-def ship_all(results: Results, work: Path, folder: Path = PRETRAINED) -> list[Path]:
+def ship_all(results: Results, work: Path, folder: Path = PRETRAINED, data_root: str | None = None) -> list[Path]:
     """Ship every model of the table that was trained; returns the files of weights."""
     shipped = []
-    for name, (data, label) in SHIPPED.items():
-        records = results.of(data, label)
+    for name, (data, variant) in SHIPPED.items():
+        records = results.of(data, variant.label)
         if records:
             best = max(records, key=lambda one: one.validation["accuracy"])
-            shipped.append(ship(name, best, work / best.folder, folder))
+            shipped.append(ship(name, best, work / best.folder, folder, data_root))
     return shipped
 
 
-def ship(name: str, record: Record, run: Path, folder: Path) -> Path:
-    """Copy the weights of a run into the package and write the card beside them."""
+def ship(name: str, record: Record, run: Path, folder: Path, data_root: str | None = None) -> Path:
+    """Copy a run's weights into the package; beside them a card: data, recipe, accuracy, cost, and how to use it."""
     source, target = run / "model.safetensors", folder / f"{name}.safetensors"
     if not source.exists():
-        raise ValueError(
-            f"{source}: is not there, only the run's record is; `raytraced reproduce --only ship` trains it"
-        )
+        raise ValueError(f"{source}: only the run's record is there; `raytraced reproduce --only ship` trains it")
     size = source.stat().st_size
     if size >= MOST_BYTES:
         raise ValueError(f"{source}: has {size:,} bytes; a shipped model must stay under {MOST_BYTES:,}")
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
-    write_file(folder / f"{name}.md", card_text(name, record, size))
-    return target
-
-
-def card_text(name: str, record: Record, size: int) -> str:
-    """The model card: data, recipe, accuracy, cost, and the commands that use it and make it again."""
+    if record.sure:  # it learnt to be stopped early: say when
+        model, task = load(source), find_task(record.data)
+        assert model.card is not None
+        found = calibration(model, task, task.load_for(model, record.data, data_root), WITHIN, "layer")
+        model.card = replace(model.card, calibration=found)
+        save(model, target)
     config = record.config
-    template = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
-    return (
-        jinja2.Environment(trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
-        .from_string(template)
-        .render(
-            name=name,
-            record=record,
-            size=size,
-            title=NAMES[record.label],
-            data=DATA_NAMES[record.data],
-            num_experts=sum(map(len, record.test["expert_load"])),
-            steps=[row["accuracy"] for row in record.budgets],
-            recipe=config.model_options | {key: value for key in RECIPE_FIELDS if (value := getattr(config, key))},
-        )
-    )
+    recipe = config.model_options | {key: value for key in RECIPE_FIELDS if (value := getattr(config, key))}
+    names = {"name": name, "title": NAMES[record.label], "data": DATA_NAMES[record.data]}
+    write_file(folder / f"{name}.md", render("card.md", record=record, size=size, recipe=recipe, **names) + "\n")
+    return target

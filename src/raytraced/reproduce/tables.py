@@ -1,16 +1,20 @@
 """Our numbers beside the paper's, as tables of text."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from raytraced.grid import MLPExperts
 from raytraced.models.table import GRID
 from raytraced.reproduce.claims import RECIPES, load_figures
-from raytraced.reproduce.frontier import model_points
 from raytraced.reproduce.plan import FULL
-from raytraced.reproduce.records import Results, Spread, choose_rate
+from raytraced.reproduce.records import Point, Results, choose_rate, spread
 from raytraced.reproduce.variants import BALANCE_VARIANTS, DATA_NAMES, NAMES
 
+SHOWN_WITHIN = 0.1  # points that an early stop may cost on validation images
 NUM_NODES = GRID["num_layers"] * GRID["num_experts"]
 
 # The paper's table 1: accuracy in percent, mean and standard deviation over three seeds.
@@ -28,15 +32,12 @@ USE = {"mnist": (40_202, 20_275, 7.5), "fashion-mnist": (40_202, 21_735, 9.4), "
 # The models of README's table, in its words.
 README_NAMES = {
     "mre": "MRE, our recipe",
-    "mre-cost-0.0003": "MRE, an expert at the price of 0.0003",
-    "mre-cost-0.003": "MRE, an expert at the price of 0.003",
-    "mre-paper": "MRE, the paper's text as written",
+    "mre-target-2": "MRE, trained for 2 experts",
+    "mre-paper": "MRE, as in the paper",
     "paper": "*as the paper reports it*",
     "top-k": "top-2",
-    "top-any": "top-any",
     "threshold": "threshold",
     "mlp-total": "MLP of width 36",
-    "mlp-avg": "MLP of width 24",
     "dense-1": "one dense block, no routing",
     "dense-4": "four dense blocks, no routing",
 }
@@ -66,14 +67,10 @@ def count_seeds(numbers: Iterable[int]) -> str:
     return " or ".join("1 seed" if number == 1 else f"{number} seeds" for number in sorted(set(numbers) - {0}))
 
 
-def percent(value: Spread) -> str:
-    """96.3 (0.1), as the paper prints it."""
-    return f"{100 * value.mean:.1f} ({100 * value.std:.1f})" if value.num else "–"
-
-
-def mean(value: Spread, digits: int = 1) -> str:
-    """The mean alone."""
-    return f"{value.mean:.{digits}f}" if value.num else "–"
+def cells(point: Point) -> list[str]:
+    """Accuracy as the paper prints it, 96.3 (0.1), and the mean number of experts."""
+    accuracy = f"{100 * point.accuracy.mean:.1f} ({100 * point.accuracy.std:.1f})"
+    return [accuracy, f"{point.experts:.1f}"] if point.records else ["–", "–"]
 
 
 def accuracy_table(results: Results) -> Table:
@@ -86,11 +83,25 @@ def accuracy_table(results: Results) -> Table:
     for data in names:
         header += [DATA_NAMES[data], "paper", "experts"] if data in USE else [DATA_NAMES[data], "experts"]
         for row, label in zip(rows, NAMES, strict=True):
-            paper = ["{} ({})".format(*ACCURACY[label][data])] if data in USE else []
-            row += [percent(results.accuracy(data, label)), *paper, mean(results.experts(data, label))]
+            accuracy, experts = cells(results.point(data, label))
+            row += [accuracy, *(["{} ({})".format(*ACCURACY[label][data])] if data in USE else []), experts]
     seeds = count_seeds(len(results.of(data, label)) for data in names for label in NAMES)
     note = f"Test accuracy in percent, mean and deviation over {seeds}; experts: the mean number an image runs."
     return Table("Table 1: accuracy", header, rows if names else [], note)
+
+
+def paper_table(results: Results) -> Table:
+    """Table 1 once more, with rivals as the paper has them: no residual stream, a constant rate of 5e-4."""
+    labels = {f"{label}-paper": label for label in ("mlp-total", "mlp-avg", "top-k", "threshold", "mre")}
+    names = [data for data in USE if {*results.labels(data)} & {*labels} - {"mre-paper"}]
+    header, rows = ["model"], [[NAMES[label].partition(",")[0]] for label in labels.values()]
+    for data in names:
+        header += [DATA_NAMES[data], "paper", "experts"]
+        for row, (label, base) in zip(rows, labels.items(), strict=True):
+            accuracy, experts = cells(results.point(data, label))
+            row += [accuracy, "{} ({})".format(*ACCURACY[base][data]), experts]
+    seeds = count_seeds(len(results.of(data, label)) for data in names for label in labels)
+    return Table("Table 1, everyone as in the paper", header, rows if names else [], f"As above; {seeds}.")
 
 
 def readme_table(results: Results) -> Table:
@@ -99,13 +110,13 @@ def readme_table(results: Results) -> Table:
     rows = [[name] for name in README_NAMES.values()]
     for row, label in zip(rows, README_NAMES, strict=True):
         for data in USE:
-            row += [percent(results.accuracy(data, label)), mean(results.experts(data, label))]
+            row += cells(results.point(data, label))
             if label == "paper":
                 row[-2:] = ["*{} ({})*".format(*ACCURACY["mre"][data]), f"*{USE[data][2]}*"]
-            elif label in ("mlp-total", "mlp-avg"):
+            elif label == "mlp-total":
                 row[-1] = ""  # its layers are no experts
     seeds = count_seeds(len(results.of(data, label)) for data in USE for label in README_NAMES)
-    note = f"Test accuracy in percent, mean (deviation) over {seeds}; experts: the mean number an image runs."
+    note = f"Test accuracy in percent, mean (deviation) over {seeds}; experts: the mean of an image."
     return Table("", header, rows, note)
 
 
@@ -115,11 +126,11 @@ def use_table(results: Results) -> Table:
     rows = []
     for data in results.data(wide=False):
         for label in (label for label in RECIPES if results.of(data, label)):
-            total, experts = results.of(data, label)[0].parameters, results.experts(data, label)
-            used = total - (NUM_NODES - experts.mean) * expert_size
+            total, experts = results.of(data, label)[0].parameters, results.point(data, label).experts
+            used = total - (NUM_NODES - experts) * expert_size
             paper = "{:,} {:,} {}".format(*USE[data]).split() if data in USE else ["–"] * 3
             name = f"{DATA_NAMES[data]}, {NAMES[label]}"
-            rows.append([name, f"{total:,}", f"{used:,.0f}", mean(experts, 2), *paper])
+            rows.append([name, f"{total:,}", f"{used:,.0f}", f"{experts:.2f}", *paper])
     header = ["", "parameters", "used on average", "experts", "paper", "used", "experts"]
     return Table("Table 2: parameters and experts used", header, rows)
 
@@ -159,21 +170,60 @@ def search_table(results: Results) -> Table:
 
 def frontier_table(results: Results, data: str) -> Table:
     """Every model on one data set: accuracy and cost, the cheapest first."""
-    points = sorted(model_points(results, data), key=lambda one: one.macs)
+    points = sorted((results.point(data, label) for label in results.compared(data)), key=lambda one: one.macs)
     rows = []
     for point in points:
         accuracy = f"{100 * point.accuracy.mean:.2f} ± {100 * point.accuracy.std:.2f}"
         routing = point.macs - point.fixed_macs - point.expert_macs
         macs = [f"{value:,.0f}" for value in (point.macs, point.expert_macs, routing)]
-        record = point.record
+        record = point.records[0]
         rows.append([record.label, accuracy, f"{point.experts:.2f}", *macs, f"{record.parameters:,}"])
     note = f"Mean multiply-adds of a test image; {count_seeds(point.accuracy.num for point in points)}."
     header = ["model", "accuracy %", "experts", "multiply-adds", "of experts", "of routing", "parameters"]
     return Table(f"Accuracy and cost: {DATA_NAMES[data]}", header, rows, note)
 
 
+def sure_table(results: Results, data: str) -> Table:
+    """Everyone who learnt to answer early, stopped where the answer is sure; the cheapest first."""
+    rows: list[tuple[float, list[str]]] = []
+    for label in results.labels(data):
+        records = [one for one in results.of(data, label) if one.sure]
+        if records:
+            points = [next(row for row in one.sure["points"] if row["within"] == SHOWN_WITHIN) for one in records]
+            whole = spread(100 * one.sure["looks"][-1]["accuracy"] for one in records)
+            accuracy = spread(100 * row["accuracy"] for row in points)
+            experts, macs = (spread(row[name] for row in points).mean for name in ("experts", "macs"))
+            gain = spread(100 * gain_over_fixed(one.sure, SHOWN_WITHIN) for one in records)
+            told = f"{gain.mean:+.2f} ± {gain.std / math.sqrt(gain.num):.2f}"
+            cells = [f"{one.mean:.2f} ± {one.std:.2f}" for one in (whole, accuracy)]
+            rows.append((macs, [label, *cells, f"{experts:.2f}", f"{macs:,.0f}", told]))
+    note = (
+        f"Test images; thresholds from validation images: the cheapest that loses at most {SHOWN_WITHIN} points there. Looks "
+        "after each layer or block, all counted. Last: against everyone's stopping at one depth, at the same multiply-adds, "
+        "with the standard error of the mean over seeds."
+    )
+    header = [
+        "model",
+        "to the end %",
+        "stopped when sure %",
+        "experts run",
+        "multiply-adds",
+        "against a fixed depth, points",
+    ]
+    return Table(f"Stopping when sure: {DATA_NAMES[data]}", header, [row for _, row in sorted(rows)], note)
+
+
+def gain_over_fixed(sure: Mapping[str, Any], within: float) -> float:
+    """What an image's own stop gains over the same cost for all: the fixed depths' accuracies, joined by straight lines."""
+    point = next(row for row in sure["points"] if row["within"] == within)
+    costs, accuracies = ([row[name] for row in sure["looks"]] for name in ("macs", "accuracy"))
+    return float(point["accuracy"] - np.interp(point["macs"], costs, accuracies))
+
+
 def all_tables(results: Results) -> list[Table]:
     """Every table that the results allow."""
     compared = (frontier_table(results, data) for data in results.data())
-    tables = (accuracy_table(results), use_table(results), balance_table(results), *compared, search_table(results))
+    stopped = (sure_table(results, data) for data in results.data())
+    first = (accuracy_table(results), paper_table(results), use_table(results), balance_table(results))
+    tables = (*first, *compared, *stopped, search_table(results))
     return [table for table in tables if table.rows]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytraced.pictures.load import correlation, grid_entropy, largest_fall, load_entropy, num_dead
+from raytraced.reproduce.claims import correlation, grid_entropy, largest_fall, load_entropy, num_dead
 
 
 def entropy_by_loop(load):

@@ -1,0 +1,75 @@
+"""The workload on a GPU: the sequence's kernels and grouped experts against plain PyTorch there, and against one core.
+
+Axes: B batch, L layers, N experts a layer, D width.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raytraced import operations
+from raytraced.benchmark.layer_workloads import COSTLY, SequenceRun, compare_sequences, raytraced_layer
+from raytraced.benchmark.model_workloads import Bench, seeded
+from raytraced.benchmark.results import Outcome
+from raytraced.benchmark.timing import Contender
+from raytraced.layer import RoutedLayer
+from raytraced.routing import RoutingNetwork
+
+GPU_GRIDS, GPU_BATCH = ((4, 8), (8, 16)), 4096
+
+
+def gpu(bench: Bench) -> Outcome:
+    if not torch.cuda.is_available():
+        row = {"what": "the sequence on a GPU", "against": "the same, plain", "ratio": None, "note": "no GPU here"}
+        return Outcome([row])
+    return on_device(bench, "cuda")
+
+
+def on_device(bench: Bench, device: str) -> Outcome:
+    """The sequence for some grids, and a layer of costly experts in bfloat16."""
+    pairs, equal = [], []
+    for L, N in GPU_GRIDS:
+        here = RoutingNetwork(L, N), torch.randn(GPU_BATCH, N, generator=seeded()).softmax(-1)
+        there = RoutingNetwork(L, N).to(device), here[1].to(device)
+        there[0].load_state_dict(here[0].state_dict())
+        fast = waiting(SequenceRun(*there).contender(f"sequence, {L}×{N}"), device)
+        core = SequenceRun(*here).contender(f"sequence, {L}×{N}, one core")
+        pairs += [(fast, forced(fast, "plain", sequence="plain")), (fast, core)]
+        equal.append(compare_sequences(*there))
+    layer = raytraced_layer(COSTLY).to(device, torch.bfloat16)
+    hidden_BD = torch.randn(GPU_BATCH, COSTLY.dim, generator=seeded()).to(device, torch.bfloat16)
+    step = waiting(Contender(f"experts {COSTLY}, bfloat16", partial(run_step, layer, hidden_BD)), device)
+    grouped = forced(step, "grouped", experts="grouped")
+    pairs += [(grouped, forced(step, "sparse", experts="sparse")), (grouped, forced(step, "dense", experts="dense"))]
+    conditions = {what: all(found[what] for found in equal) for what in equal[0]}
+    return Outcome(bench.compare(pairs).rows, conditions)
+
+
+def run_step(layer: RoutedLayer, hidden_BD: Tensor) -> None:
+    """Forward and backward of a layer."""
+    layer.zero_grad(set_to_none=True)
+    layer(hidden_BD).hidden.square().mean().backward()
+
+
+def waiting(one: Contender, device: str) -> Contender:
+    """The same until the device has finished: a call alone only puts work into its queue."""
+    wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def run() -> None:
+        one.run()
+        wait()
+
+    return one._replace(run=run)
+
+
+def forced(one: Contender, word: str, **each: str) -> Contender:
+    """The same with some operations forced."""
+
+    def run() -> object:
+        with operations.use(**each):
+            return one.run()
+
+    return one._replace(name=f"{one.name}, {word}", run=run)
