@@ -2,8 +2,9 @@
 PY := .venv/bin/python
 BIN := .venv/bin
 CORE := $(addprefix tests/,test_routing.py test_sequence.py test_layer.py test_tokens.py test_sparse.py models/test_classifier.py)
+KERNELS := tests/operations/test_sequence_triton.py
 
-.PHONY: demo test lint test-slow test-data test-mutants bench reproduce clean
+.PHONY: demo test lint test-slow test-data test-triton test-gpu test-mutants bench reproduce screenshots docs wheels test-packages clean
 
 demo: .venv/installed
 	$(BIN)/raytraced train
@@ -19,11 +20,26 @@ lint: .venv/ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test-slow: .venv/ready
+test-slow: .venv/wheels-ready
 	$(PY) -m pytest -m slow
+
+# what others install: into empty environments, each extra on its own, with and without a compiler; half an hour
+test-packages: .venv/wheels-ready
+	$(PY) -m pytest -m slow tests/test_packages.py
 
 test-data: .venv/ready
 	$(PY) -m pytest -m data
+
+# the GPU kernels on a CPU: in Triton's interpreter against the plain path, then compiled for three GPUs that need not be there
+test-triton: .venv/gpu-ready
+	TRITON_INTERPRET=1 $(PY) -m pytest $(KERNELS)
+	$(PY) -m pytest tests/operations/test_triton_compiles.py
+
+# on a machine with a GPU and a PyTorch for it: every kernel against the plain path there, then what it is worth
+test-gpu: .venv/ready
+	$(PY) -c "import torch, triton; assert torch.cuda.is_available(), 'no GPU, or a PyTorch without CUDA: see docs/gpu.md'"
+	$(PY) -m pytest tests/operations
+	$(BIN)/raytraced benchmark --only gpu
 
 # one small fault at a time in the core, until a test notices; goes on where it was stopped; see docs/testing.md
 test-mutants: .venv/ready
@@ -36,11 +52,26 @@ bench: .venv/bench-ready
 reproduce: .venv/ready
 	$(BIN)/raytraced reproduce $(ARGS)
 
+# the README's animation, from the page in an installed Chromium
+screenshots: .venv/ready
+	$(PY) docs/screenshots.py
+
+# the site, into build/site: open build/site/index.html
+docs: .venv/docs-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# an sdist and a wheel for every Python, into dist/; the wheel says which Linux it needs
+wheels: .venv/wheels-ready
+	rm -rf dist build/wheels
+	$(PY) -m build --outdir build/wheels
+	PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair --wheel-dir dist build/wheels/*.whl
+	mv build/wheels/*.tar.gz dist
+
 # What the demo needs and no more; pip shows its progress.
 .venv/installed: pyproject.toml constraints.txt setup.py $(wildcard src/raytraced/operations/cpu/*)
 	@echo "setting up .venv: PyTorch and some small packages, then the compiled operations; a minute or two"
 	test -x $(PY) || python3 -m venv .venv
-	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e .
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[plots]'
 	touch $@
 
 .venv/ready: .venv/installed
@@ -48,9 +79,21 @@ reproduce: .venv/ready
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
 
+.venv/gpu-ready: .venv/ready
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu]'
+	touch $@
+
 # the libraries that our top-2 is measured against; constraints.txt keeps torch the one that is there
 .venv/bench-ready: .venv/ready
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	touch $@
+
+.venv/docs-ready: .venv/ready
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+.venv/wheels-ready: .venv/ready
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wheels]'
 	touch $@
 
 clean:

@@ -1,9 +1,11 @@
 """Builds the compiled operations, all of operations/cpu/*.cpp; a file named *_<instructions>.cpp may use those instructions.
 
-The library is optional: where it cannot be built, the install succeeds and the plain PyTorch path is used.
+The library is loaded by ctypes and links neither Python nor torch: one wheel is for every version of both. It is optional:
+where it cannot be built, the install succeeds and the plain PyTorch path is used.
 """
 
 import platform
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -32,7 +34,10 @@ class BuildLibrary(build_ext):
 
 
 setup(
-    ext_modules=[
+    # Windows: its compiler has none of the vectors that GCC and Clang have.
+    ext_modules=[]
+    if sys.platform == "win32"
+    else [
         Extension(
             "raytraced.operations._cpu",
             sources=sorted(str(p) for p in FOLDER.glob("*.cpp") if p.stem.rpartition("_")[2] not in FOREIGN),
@@ -41,7 +46,9 @@ setup(
             extra_link_args=["-pthread"],
             language="c++",
             optional=True,
+            py_limited_api=True,  # it uses none of it
         )
     ],
     cmdclass={"build_ext": BuildLibrary},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

