@@ -172,11 +172,15 @@ WORDS[3, 1] = "red"
 BAD = {
     "words": ({}, WORDS, Y, "X: could not convert string to float: 'red'; encode words as numbers first"),
     "nan": ({}, HOLED, Y, "X: 1 of 600 values are NaN or infinity; fill them in first"),
-    "one class": ({}, X, np.zeros(len(X), int), "y: has one class only"),
+    "one class": ({}, X, np.zeros(len(X), int), "y: has one class only, 0; a classifier"),
+    "one axis": ({}, X[:, 0], Y, "Expected 2D array, got 1D array instead: Reshape your data"),
     "images": ({}, X.reshape(-1, 1, 2, 2), Y, "X has shape (150, 1, 2, 2): must be 2-D; reshape it"),
     "image_shape": ({"image_shape": (1, 3, 3)}, X, Y, "image_shape=(1, 3, 3): holds 9 values, a row has 4"),
-    "two axes": ({"image_shape": (2, 2)}, X, Y, "image_shape=(2, 2): must be three numbers"),
-    "epochs": ({"epochs": 0}, X, Y, "epochs=0: must be at least 1"),
+    "two axes": ({"image_shape": (2, 2)}, X, Y, "image_shape=(2, 2): must be three whole numbers"),
+    "no size": ({"image_shape": (1, -2, -2)}, X, Y, "image_shape=(1, -2, -2): must be three whole numbers"),
+    "epochs": ({"epochs": 0}, X, Y, "epochs=0: must be a whole number, at least 1"),
+    "a part of one": ({"dim": 2.5}, X, Y, "dim=2.5: must be a whole number, at least 1"),
+    "no number": ({"learning_rate": "0.1"}, X, Y, "learning_rate='0.1': must be a number"),
     "fraction": ({"validation_fraction": 1.0}, X, Y, "validation_fraction=1.0: must lie in 0 … 1"),
     "weights": ({"class_weight": {7: 1.0}}, X, Y, "are not in class_weight"),
     "too fast": ({"learning_rate": 1e30}, X, Y, "learning_rate=1e+30: the loss is no longer finite"),
@@ -190,6 +194,13 @@ def test_bad_input_is_one_clear_line(name):
         MREClassifier(**SMALL | options).fit(rows, labels)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_words_as_targets_of_a_regressor_are_one_clear_line():
+    for words in (np.array(["low"] * len(X)), np.array(["low"] * len(X), dtype=object)):
+        with pytest.raises(ValueError, match=r"^y.*low") as caught:
+            MRERegressor(**SMALL).fit(X, words)
+        assert "\n" not in str(caught.value)
 
 
 def test_what_cannot_be_answered_is_one_clear_line_too(classifier):

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import numpy as np
@@ -68,13 +69,19 @@ class _RaytracedEstimator(BaseEstimator):
 
     def _check_options(self) -> None:
         for name in ("dim", "num_layers", "num_experts", "epochs", "batch_size", "patience"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+            value = getattr(self, name)
+            require(isinstance(value, Integral) and int(value) >= 1, name, value, "must be a whole number, at least 1")
+        for name in ("learning_rate", "weight_decay", "anytime_loss", "validation_fraction", "target_experts"):
+            value = getattr(self, name)
+            is_number = isinstance(value, Real) or (value is None and name == "target_experts")
+            require(is_number, name, repr(value), "must be a number")
         require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "must be positive and finite")
         require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must be at least 0")
         is_number = self.target_experts is None or 0 < self.target_experts < math.inf
         require(is_number, "target_experts", self.target_experts, "must be positive and finite, or None")
-        is_image = self.image_shape is None or len(self.image_shape) == 3
-        require(is_image, "image_shape", self.image_shape, "must be three numbers (channels, height, width)")
+        if (shape := self.image_shape) is not None:
+            is_image = len(shape) == 3 and all(isinstance(size, Integral) and int(size) >= 1 for size in shape)
+            require(is_image, "image_shape", shape, "must be three whole numbers (channels, height, width)")
         require(0 <= self.anytime_loss <= 1, "anytime_loss", self.anytime_loss, "must lie in 0 … 1")
         rule = "must lie in 0 … 1 (1 excluded); 0: train on all rows for all epochs"
         require(0 <= self.validation_fraction < 1, "validation_fraction", self.validation_fraction, rule)
@@ -87,9 +94,15 @@ class _RaytracedEstimator(BaseEstimator):
         try:
             checked = validate_data(self, X, **options)
         except ValueError as error:
-            if "could not convert string" not in str(error):
+            lines = str(error).splitlines()
+            if "could not convert string" in lines[0]:
+                name = "X" if np.asarray(X).dtype.kind in "OUS" else "y"
+                raise ValueError(
+                    f"{name}: {error}; encode words as numbers first, with OneHotEncoder for instance"
+                ) from None
+            if len(lines) == 1:
                 raise
-            raise ValueError(f"X: {error}; encode words as numbers first, with OneHotEncoder for instance") from None
+            raise ValueError(f"{lines[0]} {lines[-1]}") from None  # without the values of a whole array between them
         rows_BF = checked[0] if "y" in options else checked
         if bad := rows_BF.size - int(np.isfinite(rows_BF).sum()):
             remedy = "fill them in first, with SimpleImputer for instance"
@@ -293,7 +306,7 @@ class MREClassifier(ClassifierMixin, _RaytracedEstimator):
         check_classification_targets(y)
         self.classes_, labels_B = np.unique(column_or_1d(y, warn=True), return_inverse=True)
         if len(self.classes_) < 2:
-            raise ValueError(f"y: has one class only, {self.classes_[0]!r}; a classifier needs at least two")
+            raise ValueError(f"y: has one class only, {self.classes_.tolist()[0]!r}; a classifier needs at least two")
         weights_Y = compute_class_weight(self.class_weight, classes=self.classes_, y=y)
         weights_B = torch.from_numpy(weights_Y[labels_B]).float()
         self._fit(X_BF, torch.from_numpy(labels_B), weights_B / weights_B.mean(), len(self.classes_))
@@ -332,6 +345,7 @@ class MRERegressor(RegressorMixin, _RaytracedEstimator):
         """Learn from rows (B, F) and their numbers (B,) or (B, Y)."""
         self._check_options()
         X_BF, y = self._check_rows(X, y=y, multi_output=True, y_numeric=True)
+        require(y.dtype.kind not in "US", "y", repr(str(y.flat[0])), "must be numbers, as a regressor's targets are")
         self._target_ndim = y.ndim
         targets_BY = y.reshape(len(y), -1).astype(np.float64)
         scale_Y = targets_BY.std(0)
