@@ -262,12 +262,16 @@ def test_what_cannot_be_exported_is_told_and_nothing_is_written(tmp_path):
     cases = {
         "multi-exit: cannot be exported; only classifiers": make("multi-exit"),
         "gpt-mre: cannot be exported; only classifiers": rt.build("gpt-mre", vocabulary=9, **tokens),
+        "Linear: cannot be exported; only classifiers": torch.nn.Linear(2, 2),
         "must be in float32": make(**TINY).double(),
         "is in training mode": make(**TINY).train(),
     }
     for told, model in cases.items():
         with pytest.raises(ValueError, match=told):
             export(model, path)
+    for opset in ("18", 18.0):
+        with pytest.raises(ValueError, match=f"^opset={opset!r}: must lie in 18 … 23"):
+            export(make(**TINY), path, opset=opset)
     with pytest.raises(ValueError, match="prefixes=True: top-k has one answer only"):
         export(make("top-k"), path, prefixes=True)
     nameless = make(**TINY)

@@ -177,7 +177,8 @@ def export(
     require_one_of("pixels", pixels, get_args(Pixels))
     _check_home(path)
     if format == "onnx":
-        require(opset in OPSETS, "opset", opset, f"must lie in {OPSETS[0]} … {OPSETS[-1]}: a loop needs that")
+        is_known = isinstance(opset, int) and opset in OPSETS
+        require(is_known, "opset", repr(opset), f"must lie in {OPSETS[0]} … {OPSETS[-1]}: a loop needs that")
         missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
         require(not missing, "format", format, f"needs {' and '.join(missing)}; pip install 'raytraced[onnx]'")
     graph = _graph(model, prefixes)
@@ -212,7 +213,8 @@ def trace(graph: "RaytracedGraph | RivalGraph", pixels: Pixels = "uint8") -> tor
 def _graph(model: Model, prefixes: bool) -> "RaytracedGraph | RivalGraph":
     """The graph of a model, if it has one."""
     if not isinstance(model, Classifier):
-        raise ValueError(f"{model.name}: cannot be exported; only classifiers of images with one answer a sample can")
+        name = model.name if isinstance(model, Model) else type(model).__name__
+        raise ValueError(f"{name}: cannot be exported; only classifiers of images with one answer a sample can")
     if model.card is None or not model.card.model:
         raise ValueError(f"{type(model).__name__}: has no card with a name; make it by raytraced.build or load")
     dtypes = {parameter.dtype for parameter in model.parameters()}
