@@ -2,6 +2,9 @@
 
 import json
 import platform
+import re
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +35,13 @@ def test_versions_threads_and_devices_are_those_of_this_process(told, tmp_path):
     assert found["threads"]["torch"] == torch.get_num_threads()
     assert len(found["devices"]["cuda"]) == torch.cuda.device_count()
     assert found["data"] == {"folder": str(tmp_path), "cached": []}
+
+
+def test_every_package_that_an_extra_brings_is_told(told):
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = [one for name in set(extras) - {"test", "docs", "wheels", "bench"} for one in extras[name]]
+    assert set(told()["extras"]) == {re.match(r"[\w-]+", one)[0] for one in asked}
 
 
 def test_cached_data_is_listed(told, tmp_path):

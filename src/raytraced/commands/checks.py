@@ -8,7 +8,11 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-EXTRAS = ("matplotlib", "scikit-learn", "tokenizers", "tensorboard", "transformers")
+# what the extras of the package bring
+EXTRAS = (
+    "matplotlib", "tensorboard", "scikit-learn", "tokenizers", "starlette", "uvicorn", "triton", "huggingface_hub",
+    "transformers", "accelerate", "onnx", "onnxscript", "onnxruntime",
+)  # fmt: skip
 
 
 def checks(root: str | None = None, json: bool = False) -> int:
