@@ -12,6 +12,8 @@ from raytraced.routers.chain import ChainOfExperts
 from raytraced.routers.dense import DenseBlocks
 from raytraced.routers.null_experts import NullExperts
 from raytraced.routers.threshold import Threshold
+from raytraced.routers.planned import PlannedTopK
+from raytraced.routers.relu import ReLURouting
 from raytraced.routers.top_any import TopAny
 from raytraced.routers.top_k import TopK
 
@@ -23,6 +25,8 @@ LAYERS = {
     "dense": lambda **options: DenseBlocks(6, 3, **options),
     "top-k": lambda **options: routed_layer(TopK, 6, 3, 4, balance=0.5, **options),
     "threshold": lambda **options: routed_layer(Threshold, 6, 3, 4, balance=0.5, entropy=0.1, **options),
+    "relu": lambda **options: routed_layer(ReLURouting, 6, 3, 4, **options),
+    "planned": lambda **options: routed_layer(PlannedTopK, 6, 3, 4, balance=0.5, **options),
     "aux-free": lambda **options: routed_layer(AuxFree, 6, 3, 4, **options),
     "null-experts": lambda **options: routed_layer(NullExperts, 6, 3, 4, **options),
     "top-any": lambda **options: routed_layer(TopAny, 6, 3, 4, **options),

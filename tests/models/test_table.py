@@ -19,7 +19,9 @@ PARAMETERS = {
     "mre": 41_130,
     "mre-paper": 40_202,
     "top-k": 39_386,
+    "planned": 39_386,
     "threshold": 39_386,
+    "relu": 39_386,  # the penalty is not learnt
     "mlp-total": 39_286,
     "mlp-avg": 23_890,
     "ada-k": BASE + 4 * (136 + 136 + 17),  # gate, allocator 16→8, critic 16→1
@@ -224,7 +226,7 @@ def test_an_image_shape_must_be_three_positive_numbers(shape):
 
 def test_options_of_a_model_include_those_of_the_grid():
     grid = ("dim", "num_layers", "num_experts", "expert", "hidden", "num_hidden", "stream")
-    assert known_options("top-k") == [*grid, "k", "balance"]
+    assert known_options("top-k") == [*grid, "k", "balance", "total"]
     assert set(known_options("mre")) == {*grid, *rt.PAPER, "stop", "scale_init", "sight_rank"}
 
 

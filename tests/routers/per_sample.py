@@ -32,7 +32,12 @@ def top_k(router, step, hidden):
     chosen = by_strength(logits)[: router.k]
     if router.k == 1:  # as in Switch: among all, or the weight would be 1 whatever the gate says
         return {chosen[0]: normalised(logits)[chosen[0]]}
-    return dict(zip(chosen, normalised([logits[e] for e in chosen]), strict=True))
+    scale = router.k if router.total == "count" else 1
+    return {e: scale * share for e, share in zip(chosen, normalised([logits[e] for e in chosen]), strict=True)}
+
+
+def relu(router, step, hidden):
+    return {e: logit for e, logit in enumerate(gate(router, step, hidden)) if number(logit) > 0}
 
 
 def threshold(router, step, hidden):

@@ -7,6 +7,7 @@ import torch
 
 from raytraced.layer import routed_layer
 from raytraced.routers.aux_free import AuxFree
+from raytraced.routers.relu import ReLURouting
 from raytraced.routers.chain import ChainOfExperts
 from raytraced.routers.choosing import balance_loss
 from raytraced.routers.null_experts import NullExperts, null_balance_loss
@@ -99,6 +100,32 @@ def test_the_bias_moves_in_training_only_and_no_gradient_moves_it():
     assert "router.bias" not in dict(layer.named_parameters())
     layer.train()(torch.randn(8, 5))
     assert layer.router.bias.any()
+
+
+def test_the_penalty_rises_where_more_than_k_experts_run_and_weighs_gates_by_load():
+    layer = routed_layer(ReLURouting, 5, 1, 4, k=2.0, pace=1.5).double()
+    with torch.no_grad():
+        layer.router.gates[0].weight.zero_()
+        layer.router.gates[0].bias.copy_(torch.tensor([0.5, 1.0, 2.0, -1.0]))  # three of four run, everywhere
+    out = layer(torch.randn(8, 5, dtype=torch.float64))
+    # of every row: penalty · (N / k) · the sum of share times gate
+    torch.testing.assert_close(out.loss, torch.tensor(1e-8 * 4 / 2 * 3.5, dtype=torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(layer.router.penalty, torch.tensor([1.5e-8]).double(), rtol=1e-6, atol=0)
+    layer.router.move_penalty(0, torch.tensor(1.9))
+    torch.testing.assert_close(layer.router.penalty, torch.tensor([1e-8]).double(), rtol=1e-6, atol=0)
+    assert layer.eval()(torch.randn(8, 5, dtype=torch.float64)).loss is None
+
+
+def test_the_penalty_brings_the_number_of_experts_to_k():
+    torch.manual_seed(0)
+    layer = routed_layer(ReLURouting, 5, 2, 8, k=2.0)
+    optimizer, hidden = torch.optim.Adam(layer.parameters(), 1e-2), torch.randn(400, 5)
+    for _ in range(300):
+        out = layer(hidden)
+        optimizer.zero_grad()
+        ((out.update - hidden.sin()).square().mean() + out.loss).backward()
+        optimizer.step()
+    assert out.route.active.sum(-1).mean(0).tolist() == pytest.approx([2.0, 2.0], abs=0.5)
 
 
 def test_biased_selection_spreads_the_load_of_a_fixed_gate():

@@ -10,6 +10,8 @@ from raytraced.routers.ada_k import AdaK
 from raytraced.routers.aux_free import AuxFree
 from raytraced.routers.chain import ChainOfExperts
 from raytraced.routers.null_experts import NullExperts
+from raytraced.routers.planned import PlannedTopK
+from raytraced.routers.relu import ReLURouting
 from raytraced.routers.threshold import Threshold
 from raytraced.routers.top_any import TopAny
 from raytraced.routers.top_k import TopK
@@ -17,7 +19,9 @@ from routers import per_sample
 
 ROUTERS = {
     "top-k": (TopK, {}, per_sample.top_k),
+    "top-k-count": (TopK, {"k": 3, "total": "count"}, per_sample.top_k),
     "top-1": (TopK, {"k": 1}, per_sample.top_k),
+    "relu": (ReLURouting, {}, per_sample.relu),
     "threshold": (Threshold, {}, per_sample.threshold),
     "threshold-0.9": (Threshold, {"threshold": 0.9}, per_sample.threshold),
     "aux-free": (AuxFree, {}, per_sample.aux_free),
@@ -175,6 +179,23 @@ def test_aux_free_without_bias_is_top_k():
     assert torch.equal(ours(hidden).route.active, theirs(hidden).route.active)
 
 
+def test_a_plan_of_one_layer_is_top_k_and_of_more_layers_sees_what_the_first_one_saw():
+    hidden = torch.randn(20, 5, dtype=torch.float64)
+    for num_layers in (1, 3):
+        torch.manual_seed(num_layers)
+        planned, stepwise = (make_layer(cls, num_layers=num_layers, balance=0.5) for cls in (PlannedTopK, TopK))
+        stepwise.load_state_dict(planned.state_dict())
+        steps = [stepwise.router.route(step, hidden, None) for step in range(num_layers)]
+        out = planned(hidden)
+        assert torch.equal(out.route.active, torch.stack([step.active for step in steps], 1))
+        torch.testing.assert_close(out.loss, sum(step.loss for step in steps))
+        expected = hidden
+        for layer, step in enumerate(steps):
+            expected = expected + update_dense(planned.experts, layer, expected, step.weights)
+        torch.testing.assert_close(out.hidden, expected)
+        assert torch.allclose(out.hidden, stepwise(hidden).hidden) == (num_layers == 1)
+
+
 def test_a_sample_that_chose_null_experts_only_is_left_as_it_is():
     layer = flat_gates(make_layer(NullExperts, k=2, num_null=3))
     with torch.no_grad():
@@ -261,6 +282,10 @@ def test_an_empty_batch_gives_an_empty_answer_and_a_finite_loss(name):
         (TopK, {"k": 5}, "k=5: must lie in 1 … num_experts=4"),
         (TopK, {"k": 0}, "k=0: must lie in 1 … num_experts=4"),
         (TopK, {"balance": -1.0}, "balance=-1.0: must not be negative"),
+        (TopK, {"total": "two"}, "total='two': must be one of one, count"),
+        (ReLURouting, {"k": 0.0}, "k=0.0: must lie in 0 … num_experts=4 (0 excluded)"),
+        (ReLURouting, {"k": 4.5}, "k=4.5: must lie in 0 … num_experts=4 (0 excluded)"),
+        (ReLURouting, {"pace": 0.9}, "pace=0.9: must be at least 1"),
         (TopK, {"stream": "river"}, "stream='river': must be one of residual, skip-sum, last"),
         (TopK, {"num_layers": 0}, "num_layers=0: must be at least 1"),
         (Threshold, {"threshold": 1.5}, "threshold=1.5: must lie in 0 … 1, it is a sum of probabilities"),

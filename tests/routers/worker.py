@@ -13,6 +13,7 @@ MODELS = {
     "null-experts": {"balance": 0.5},
     "aux-free": {"update_rate": 0.01},
     "threshold": {"balance": 0.5},
+    "relu": {"pace": 2.0},
 }
 NUM_SAMPLES = 8
 
