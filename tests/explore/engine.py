@@ -3,6 +3,8 @@
 import json
 import shutil
 import subprocess
+import zlib
+from base64 import b85decode
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,11 @@ def run_engine(model: Model, inputs: Tensor, options: list[dict[str, Any]], fold
     assert done.returncode == 0, done.stderr
     found: list[Any] = json.loads(done.stdout)
     return found
+
+
+def inflated(text: str) -> bytes:
+    """What `deflated` was given."""
+    return zlib.decompress(b85decode(text.replace(",", "<")))
 
 
 def call_of(option: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The model in the page is the model in PyTorch: the same nodes in the same order, the same logits, the same account."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import raytraced as rt
 from explore.engine import ENGINE, LOGITS, NODE, compare_images, run_engine
 from raytraced.cost import sample_cost
 from raytraced.draws import philox
+from raytraced.explore.packing import deflated
 from raytraced.saving import PRETRAINED
 from raytraced.tasks.images.loading import load as load_data
 
@@ -132,6 +134,17 @@ def compare_text(model, text_T, option, found):
         assert [each["nodes"][block] for each in found] == expected
     torch.testing.assert_close(torch.tensor([each["logits"] for each in found]), out.logits[0], atol=LOGITS, rtol=0)
     assert [each["accounts"]["own"] for each in found] == cost.multiply_adds[0].tolist()
+
+
+def test_bytes_of_every_length_are_unpacked():
+    contents = [bytes(range(255, 255 - num, -1)) for num in range(30)]
+    script = f"""
+        const {{ inflate }} = require({str(ENGINE)!r}), texts = {json.dumps([deflated(each) for each in contents])};
+        Promise.all(texts.map(inflate)).then((all) => console.log(JSON.stringify(all.map((bytes) => [...bytes]))));
+    """
+    told = subprocess.run([NODE, "-e", script], capture_output=True, text=True, check=True).stdout
+    assert json.loads(told) == [list(each) for each in contents]
+    assert {len(deflated(each)) % 5 for each in contents} == {0, 2, 3, 4}
 
 
 def test_seeds_and_words_are_those_of_draws():

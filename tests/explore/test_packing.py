@@ -2,8 +2,6 @@
 
 import json
 import re
-import zlib
-from base64 import b64decode
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +9,7 @@ import pytest
 import torch
 
 import raytraced as rt
+from explore.engine import inflated
 from raytraced.cli import main
 from raytraced.commands.explore import SHIPPED
 from raytraced.explore.gallery import choose, ink_of, pack_gallery
@@ -39,7 +38,7 @@ def test_packed_numbers_are_the_weights_to_a_millionth():
 def test_the_gallery_goes_from_easy_to_hard_and_has_wrong_answers():
     model, test = rt.load("mre-digits"), load_data("digits").test
     packed = pack_gallery(model, "digits")
-    images = np.cumsum(np.frombuffer(zlib.decompress(b64decode(packed["images"])), np.uint8), dtype=np.uint8)
+    images = np.cumsum(np.frombuffer(inflated(packed["images"]), np.uint8), dtype=np.uint8)
     images, labels = torch.from_numpy(images.reshape(-1, 1, 8, 8)), torch.tensor(packed["labels"])
     out = model(images)
     right = out.logits.softmax(-1).gather(1, labels[:, None])[:, 0]

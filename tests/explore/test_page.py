@@ -6,8 +6,6 @@ import re
 import subprocess
 import tarfile
 import xml.etree.ElementTree
-import zlib
-from base64 import b64decode
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from PIL import Image
 
 import raytraced as rt
 from explore.conftest import CHROMIUM, HINT, wait
+from explore.engine import inflated
 
 if CHROMIUM is None:  # the module, not each test: that is one line in the summary
     pytest.skip(HINT, allow_module_level=True)
@@ -27,7 +26,7 @@ def gallery(html):
     """The test images that the page holds (B, 1, 8, 8), and their labels."""
     packs = json.loads(re.search(r'id="models">(.*?)</script>', html.read_text(), re.DOTALL)[1])
     packed = next(pack for pack in packs if pack["name"] == "mre-digits")["gallery"]
-    images = np.cumsum(np.frombuffer(zlib.decompress(b64decode(packed["images"])), np.uint8), dtype=np.uint8)
+    images = np.cumsum(np.frombuffer(inflated(packed["images"]), np.uint8), dtype=np.uint8)
     return torch.from_numpy(images.reshape(-1, 1, 8, 8)), packed["labels"]
 
 
@@ -76,6 +75,15 @@ def test_a_drawn_digit_is_read(visit):
         for points in strokes:
             draw(page, *points)
         assert label_of(page) == digit
+
+
+def test_a_stroke_after_a_test_image_begins_a_new_drawing(visit):
+    page, pixels = visit("#m=mre-digits&i=g0"), "Array.from(state.pixels)"
+    draw(page, *ring())
+    zero = page.evaluate(pixels)
+    page.locator("#gallery .thumb").nth(5).click()
+    draw(page, *ring())
+    assert page.evaluate(pixels) == zero
 
 
 def test_every_step_is_that_of_pytorch(visit, models, gallery):
@@ -150,6 +158,18 @@ def test_a_file_that_is_no_image_is_refused_in_a_sentence(visit, tmp_path):
     wait(page, "document.getElementById('message').textContent !== ''")
     assert page.inner_text("#message") == "broken.png: is not an image that this browser can read; give a PNG or a JPEG"
     assert page.inner_text("#answer") == before
+    assert not page.locator("#tagline").is_visible()
+    page.locator("#gallery .thumb").nth(2).click()  # the next input is not at fault
+    assert page.inner_text("#message") == ""
+    assert page.locator("#tagline").is_visible()
+
+
+def test_a_file_is_nothing_to_a_language_model(visit, tmp_path):
+    (tmp_path / "own.png").write_bytes(b"")
+    page = visit("#m=plays")
+    page.set_input_files("#file", tmp_path / "own.png")
+    wait(page, "document.getElementById('message').textContent !== ''")
+    assert page.inner_text("#message") == "own.png: plays reads text; type it"
 
 
 def test_an_uploaded_image_is_answered_as_by_pytorch(visit, models, gallery, tmp_path):
@@ -250,6 +270,19 @@ def test_everything_can_be_done_with_the_keyboard(visit):
     assert page.inner_text("#who-name") == f"Layer {(first + 8) // 8 + 1}, expert {first % 8 + 1}"
 
 
+def test_test_images_are_one_stop_and_arrows_choose_among_them(visit):
+    page = visit("#m=mre-digits&i=g0")
+    assert page.locator("#gallery [tabindex='0']").count() == 1
+    page.focus("#gallery [tabindex='0']")
+    for key, chosen in (("ArrowRight", 1), ("ArrowLeft", 0), ("ArrowLeft", 0), ("ArrowDown", 5), ("ArrowUp", 0)):
+        page.keyboard.press(key)
+        assert f"i=g{chosen}&" in page.url + "&"
+        assert page.evaluate("document.activeElement.dataset.index") == str(chosen)
+        assert page.locator("#gallery [tabindex='0']").get_attribute("data-index") == str(chosen)
+    page.click("#clear")
+    assert page.locator("#gallery [tabindex='0']").count() == 1
+
+
 def test_play_goes_on_by_itself_and_pauses(visit):
     page = visit("#m=mre-digits&i=g10&k=0")
     page.clock.install()
@@ -288,8 +321,26 @@ def test_a_phone_is_wide_enough(visit, address):
     assert all(left >= 0 and right <= 360 for left, right in boxes)
 
 
-@pytest.mark.parametrize("width", [360, 1280])
-def test_nothing_jumps_while_one_steps(visit, width):
+@pytest.mark.parametrize("width", [360, 900, 1280, 1920])
+@pytest.mark.parametrize("address", ["#m=mre-digits", "#m=colours", "#m=plays"])
+def test_every_part_is_as_wide_as_what_it_holds(visit, address, width):
+    page = visit(address, width=width)
+    over = "all => all.filter(one => one.scrollWidth > one.clientWidth).map(one => one.id)"
+    assert page.locator("section").evaluate_all(over) == []
+    left = "(name) => document.querySelector(name).getBoundingClientRect().left"
+    assert page.evaluate(left, "header") == page.evaluate(left, "main")
+
+
+def test_the_answer_stands_beside_the_drawing_where_it_would_be_below_the_fold(visit):
+    narrow, wide = visit("#m=mre-digits", width=360), visit("#m=mre-digits")
+    draw(narrow, *ring())
+    assert narrow.locator("#says").is_visible()
+    assert narrow.locator("#says").evaluate("element => element.firstChild.textContent") == label_of(narrow) == "0"
+    assert not wide.locator("#says").is_visible()
+
+
+@pytest.mark.parametrize("width", [360, 768, 1100, 1280])
+def test_nothing_jumps_while_one_steps_or_turns_a_dial(visit, width):
     page = visit("#m=mre-digits&i=g23", width=width)
     tops = """() => [...document.querySelectorAll("section, .transport, #bars, #chart, #account, #budget")]
         .filter((one) => one.id !== "who").map((one) => one.getBoundingClientRect().top + scrollY)"""
@@ -298,6 +349,10 @@ def test_nothing_jumps_while_one_steps(visit, width):
         page.locator("#step").fill(str(step))
         page.locator("#grid .node").first.hover()
         places.add(json.dumps(page.evaluate(tops)))
+    for dial, values in (("#sure", (30, 60, 90)), ("#budget", (0, 1, 10))):
+        for value in values:
+            page.locator(dial).fill(str(value))
+            places.add(json.dumps(page.evaluate(tops)))
     assert len(places) == 1
 
 
@@ -325,6 +380,19 @@ def test_the_picture_can_be_kept(visit, address, tmp_path):
     with Image.open(tmp_path / "kept.png") as image:
         assert image.width == 2 * round(float(drawing.get("width")))
         assert len(image.convert("RGB").getcolors(1 << 20)) > 10
+
+
+@pytest.mark.parametrize("address", ["#m=mre-digits&k=2", "#m=mre-digits&i=g20&u=50", "#m=plays"])
+def test_no_text_of_the_picture_is_cut_off(visit, address):
+    page = visit(address, width=360)
+    rights = page.evaluate("""() => {
+        const frame = new DOMParser().parseFromString(picture(), "image/svg+xml").documentElement;
+        document.body.append(frame);
+        const { right } = frame.getBoundingClientRect();
+        return [...frame.querySelectorAll("text")].map((one) => right - one.getBoundingClientRect().right);
+    }""")
+    assert len(rights) > 3
+    assert min(rights) >= 0
 
 
 def test_a_text_is_coloured_by_what_pytorch_runs(visit, models):
@@ -358,6 +426,30 @@ def test_a_node_tells_who_uses_it(visit, html):
     assert [float(text.strip("> %\u00a0")) / 100 for text in shown] == pytest.approx(shares, abs=0.0051)
     page.locator("#who-images .thumb").first.click()
     assert 2 in order_of(page)
+
+
+def test_the_first_expert_is_looked_at_until_one_is_picked(visit):
+    page = visit("#m=mre-digits")
+    firsts = set()
+    for image in range(0, 24, 4):
+        page.locator("#gallery .thumb").nth(image).click()
+        firsts.add(order_of(page)[0])
+        assert page.inner_text("#who-name") == f"Layer 1, expert {order_of(page)[0] + 1}"
+        assert page.locator("#grid .chosen").get_attribute("data-node") == str(order_of(page)[0])
+    assert len(firsts) > 1
+    name = page.inner_text("#who-name")
+    for image in range(3):  # an image of the expert's does not put another expert in its place
+        page.locator("#who-images .thumb").nth(image).click()
+        assert page.inner_text("#who-name") == name
+
+
+def test_bytes_are_underlined_for_an_expert_that_was_picked(visit):
+    page = visit("#m=plays")
+    assert page.locator("#bytes .uses").count() == 0
+    page.locator("[data-node]").nth(order_of(page)[0]).click()
+    assert page.locator("#bytes .uses").count() > 0
+    page.click("#back")
+    assert page.inner_text("#why") == "The answer is that of all experts in all blocks."
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,10 @@ function paintAnswer(step) {
   if (right !== null && right !== top) small.append(" · ", make("span", { class: "wrong" }, `✗ wrong, it is ${name(right)}`));
   else if (right !== null) small.append(" · ✓ right");
   $("label").replaceChildren(name(top), small);
-  $("why").textContent = step === numSteps() ? tellWhy() : `With ${plural(step, "expert")} so far; ${plural(numSteps(), "expert")} in the end.`;
+  $("says").replaceChildren(name(top), make("small", {}, percent(probs[top])));
+  $("says").className = name(top).length < 4 ? "short" : "";
+  const soFar = isText ? "The answer is that of all experts in all blocks." : `With ${plural(step, "expert")} so far; ${plural(numSteps(), "expert")} in the end.`;
+  $("why").textContent = step === numSteps() ? tellWhy() : soFar;
   const all = isText || probs.length > MOST_BARS;
   const shown = all ? ranking(softmax(found.logits)).slice(0, isText ? 8 : MOST_BARS) : Array.from(probs.keys());
   $("bars").replaceChildren(...shown.map((y) => bar(name(y), probs[y], `${y === top ? "top" : ""}${y === right ? " truth" : ""}`)));
@@ -80,12 +83,16 @@ function paintAccount(step) {
     const early = model.inputWork + model.layer.routingWork(found.nodes.slice(0, step)) + step * model.layer.expertWork + model.headWork;
     [own, experts] = step === numSteps() ? [found.multiplyAdds, found.ran.length] : [early, step];
   }
-  const row = (name, num, work) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, num), make("td", {}, work.toLocaleString("en")));
+  const row = (name, num, work) => {
+    const cell = make("td", {}, work.toLocaleString("en"));
+    cell.style.backgroundSize = `${(100 * work) / Math.max(own, all)}% 3px`; // a bar below the number
+    return make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, num), cell);
+  };
+  const what = pack.kind === "text" ? "byte" : "answer";
   $("account").tBodies[0].replaceChildren(
-    row(pack.kind === "text" ? "this byte, routing and all" : "this answer, routing and all", experts, own),
-    row(`all ${blocks * M} experts`, blocks * M, all),
-    row(`${blocks * L} dense blocks as wide as an expert, no routing`, blocks * L, dense),
+    row(`this ${what}`, experts, own), row(`all ${blocks * M} experts`, blocks * M, all), row(`${blocks * L} dense blocks`, blocks * L, dense),
   );
+  $("account-hint").textContent = `Routing is counted for this ${what}; the others have none. Dense blocks are as wide as an expert, one a layer.`;
 }
 
 // ---------------------------------------------------------------- which experts do what
@@ -93,21 +100,21 @@ function paintAccount(step) {
 let whoShown = ""; // of test images: it changes with the node alone
 
 function paintWho() {
-  const name = nodeName(state.node), who = `${state.model} ${state.node}`;
+  const node = nodeShown(), name = nodeName(node), who = `${state.model} ${node}`;
   if (pack.kind === "image" && who === whoShown) return;
   whoShown = who;
   $("who-name").textContent = name[0].toUpperCase() + name.slice(1);
   if (pack.kind === "text") return whoText();
   const use = gallery.map(({ thought }, i) => {
     const { active, nodes } = thought.states.at(-1);
-    return { i, rate: active[state.node] ? nodes[state.node] : -1 };
+    return { i, rate: active[node] ? nodes[node] : -1 };
   });
   const most = use.filter(({ rate }) => rate >= 0).sort((a, b) => b.rate - a.rate).slice(0, 8);
   $("who-hint").textContent = !gallery.length ? "This page has no test images."
     : most.length ? "The test images above that send the most through it:" : "None of the test images above runs it.";
   $("who-images").replaceChildren(...most.map(({ i }) => thumb(i)));
   if (!gallery.length) return $("who-classes").replaceChildren();
-  const shares = pack.gallery.shares.map((row) => row[state.node] / 1000), best = Math.max(...shares);
+  const shares = pack.gallery.shares.map((row) => row[node] / 1000), best = Math.max(...shares);
   const shown = ranking(shares).slice(0, MOST_BARS).sort((a, b) => a - b);
   $("who-classes").replaceChildren(
     make("p", { class: "hint" }, `How many of each class's images run it, of ${pack.gallery.num_judged.toLocaleString("en")} test images, greedily:`),
@@ -116,8 +123,8 @@ function paintWho() {
 }
 
 function whoText() {
-  const users = tokens.map((_, t) => t).filter((t) => textFound[t]?.routes[state.block].nodes.includes(state.node));
-  $("who-hint").textContent = `In block ${state.block + 1}, ${users.length} of ${plural(tokens.length, "byte")} of this text run it; they are underlined.`;
+  const users = tokens.map((_, t) => t).filter((t) => textFound[t]?.routes[state.block].nodes.includes(nodeShown()));
+  $("who-hint").textContent = `In block ${state.block + 1}, ${users.length} of ${plural(tokens.length, "byte")} of this text run it${state.node === null ? "" : "; they are underlined"}.`;
   const counts = {};
   for (const t of users) counts[tokens[t]] = (counts[tokens[t]] ?? 0) + 1;
   const often = Object.keys(counts).map(Number).sort((a, b) => counts[b] - counts[a]).slice(0, 10);

@@ -7,11 +7,18 @@ const RATE_FLOOR = 1e-6; // as in sequence.py
 
 // ---------------------------------------------------------------- weights
 
-/** The bytes of a deflated text in base64. */
-async function inflate(base64) {
-  const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return new Uint8Array(await new Response(stream).arrayBuffer());
+const LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;,=>?@^_`{|}~";
+const DIGITS = Uint8Array.from({ length: 128 }, (_, code) => LETTERS.indexOf(String.fromCharCode(code)));
+
+/** The bytes of a deflated text: five letters, the digits of a number to base 85, for four bytes. */
+async function inflate(text) {
+  const bytes = new Uint8Array(4 * Math.ceil(text.length / 5)), view = new DataView(bytes.buffer), padded = `${text}~~~~`;
+  for (let i = 0, number = 0; i < text.length; i += 5, number = 0) {
+    for (let k = i; k < i + 5; k++) number = 85 * number + DIGITS[padded.charCodeAt(k)];
+    view.setUint32((4 * i) / 5, number);
+  }
+  const whole = new Blob([bytes.subarray(0, Math.floor((4 * text.length) / 5))]);
+  return new Uint8Array(await new Response(whole.stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer());
 }
 
 /** Tensors by name, {shape, data}, from a model's pack: all first bytes of its numbers, then all second ones, … */

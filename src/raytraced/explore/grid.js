@@ -11,7 +11,7 @@ function layOutGrid() {
   places = Array.from({ length: M }, (_, node) => ({
     x: left + gap * ((node % N) + 0.5), y: 46 + drop * (Math.floor(node / N) + 0.8),
   }));
-  places.entry = { x: centre, y: 30 };
+  places.entry = { x: centre, y: 20 };
   places.output = { x: centre, y: 46 + drop * (L + 0.8) };
   Object.assign(places, { radius, width, height: places.output.y + 44 });
   const svg = $("grid");
@@ -64,8 +64,8 @@ function paintGrid(step) {
   const isLast = step === numSteps(), { radius, entry, output } = places;
   const ray = (from, to, amount, bend = false) => {
     if (amount < 0.002) return;
-    const y1 = from.y + (from === entry ? 2 : 0), middle = (y1 + to.y) / 2;
-    const d = bend ? `M${from.x} ${y1}C${from.x} ${middle} ${to.x} ${middle} ${to.x} ${to.y}` : `M${from.x} ${y1}L${to.x} ${to.y}`;
+    const middle = (from.y + to.y) / 2;
+    const way = bend ? `C${from.x} ${middle} ${to.x} ${middle} ` : "L", d = `M${from.x} ${from.y}${way}${to.x} ${to.y}`;
     rays.push(make("path", { class: "ray", d, "stroke-width": Math.max(0.5, amount * radius * 0.9).toFixed(2) }));
   };
   found.entry.forEach((amount, i) => ray(entry, places[i], amount));
@@ -79,12 +79,12 @@ function paintGrid(step) {
     const active = node < M && now.active[node], chance = now.chances[node], rate = node === M ? now.output : now.nodes[node];
     const idle = active && isLast && !(found.ran ?? found.nodes).includes(node);
     const classes = ["node", active && "active", !active && chance >= 0.0005 && "candidate", idle && "idle",
-      now.choice === node && "next", state.node === node && "chosen"];
+      now.choice === node && "next", nodeShown() === node && "chosen"];
     element.setAttribute("class", classes.filter(Boolean).join(" "));
     element.querySelector(".fill").setAttribute("r", (radius * Math.sqrt(Math.min(1, rate))).toFixed(2));
     element.querySelector("text").textContent = active ? order.indexOf(node) + 1 : "";
     element.setAttribute("aria-label", tellNode(node, step));
-    if (focused < 0) element.setAttribute("tabindex", node === (state.node ?? 0) ? 0 : -1);
+    if (focused < 0) element.setAttribute("tabindex", node === nodeShown() ? 0 : -1);
   });
   readOut(read);
 }

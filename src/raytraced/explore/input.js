@@ -3,20 +3,18 @@
 // ---------------------------------------------------------------- drawing
 
 let pen = null; // where it is
-let isDrawing = false; // whether the pad shows a drawing of one's own, else a test image
+let isDrawing = false; // whether the pad shows a drawing, which strokes are added to
 
 const padContext = () => $("pad").getContext("2d", { willReadFrequently: true });
 
 function startDrawing() {
   if (!isDrawing) clearPad();
-  isDrawing = true;
 }
 
 function clearPad() {
   const { width, height } = $("pad"), context = padContext();
   context.fillStyle = "#000";
   context.fillRect(0, 0, width, height);
-  isDrawing = true;
 }
 
 function stroke(from, to) {
@@ -139,7 +137,8 @@ function fromBase64(text) {
 // ---------------------------------------------------------------- upload, paste, drop
 
 async function takeFile(file) {
-  if (!file || pack.kind !== "image") return;
+  if (!file) return;
+  if (pack.kind === "text") return tell(`${file.name}: ${pack.name} reads text; type it`);
   if (file.size > MOST_UPLOAD) return tell(`${file.name}: has ${Math.round(file.size / 1e6)} MB; give an image of at most 20 MB`);
   let bitmap;
   try {
@@ -155,22 +154,21 @@ async function takeFile(file) {
   const from = [(bitmap.width - cutWidth) / 2, (bitmap.height - cutHeight) / 2, cutWidth, cutHeight];
   context.drawImage(bitmap, ...from, 0, 0, width, height);
   const { data } = context.getImageData(0, 0, width, height), pixels = new Uint8Array(channels * size);
-  let total = 0;
+  let total = 0, inverted = false;
   for (let i = 0; i < size; i++) {
     const [red, green, blue] = data.subarray(4 * i);
     if (channels === 1) pixels[i] = Math.floor((299 * red + 587 * green + 114 * blue + 500) / 1000);
     else [red, green, blue].forEach((value, c) => (pixels[c * size + i] = value));
     total += pixels[i];
   }
-  tell("");
   const { "input_block.scale": scale, "input_block.shift": shift } = model.tensors;
   const brightness = total / size / 255, mean = -shift.data[0] / scale.data[0] / 255;
   if (channels === 1 && mean > 0 && Math.abs(brightness - mean) > Math.abs(1 - brightness - mean) + 0.25) {
+    inverted = true;
     pixels.forEach((value, i) => (pixels[i] = 255 - value));
-    tell(`${file.name}: looked inverted beside the training images; its negative is shown`);
   }
-  isDrawing = false;
   choose(`x${toBase64(pixels)}`, pixels);
+  if (inverted) tell(`${file.name}: looked inverted beside the training images; its negative is shown`);
 }
 
 function wireFiles() {

@@ -52,6 +52,8 @@ async function open(index) {
     return { label, pixels, answer: largest(thought.logits), thought };
   });
   document.body.className = pack.kind === "text" ? "texts" : "images";
+  const longest = Math.max(...(pack.classes ?? ["new line"]).map((name) => name.length));
+  document.body.style.setProperty("--names", `${0.6 * longest + 1.6}em`);
   if (pack.kind === "image") openImages();
   else openTexts();
   $("budget").max = layerShown().M;
@@ -74,7 +76,7 @@ function openImages() {
     : "Choose a test image; or upload, drop or paste one of your own.";
   const wrong = gallery.filter(({ label, answer }) => label !== answer).length;
   $("gallery-hint").textContent = gallery.length
-    ? `${wrong} of these ${gallery.length} get a wrong answer: ✗`
+    ? `Chosen: ${gallery.length - wrong} right answers, ${wrong} wrong ones ✗`
     : "None: the data set was not at hand when this page was made.";
   $("gallery").replaceChildren(...gallery.map((_, i) => thumb(i)));
 }
@@ -102,10 +104,12 @@ function paintPixels(canvas, pixels) {
   canvas.getContext("2d").putImageData(image, 0, 0);
 }
 
-/** A new image to think about; `shown` if the drawing already shows it. */
-function choose(input, pixels, shown = false) {
+/** A new image to think about; `drawn` if the pad shows it, as a drawing that strokes are added to. */
+function choose(input, pixels, drawn = false) {
   Object.assign(state, { input, pixels: Uint8Array.from(pixels), step: null });
-  if (!shown) showOnPad();
+  isDrawing = drawn;
+  tell("");
+  if (!drawn) showOnPad();
   think();
 }
 
@@ -123,12 +127,18 @@ function think() {
   if (pack.kind === "image") {
     found = model.think(state.pixels, options);
     paintPixels($("seen"), state.pixels);
-    for (const button of $("gallery").children) {
-      button.setAttribute("aria-pressed", state.input === `g${button.dataset.index}`);
-    }
+    const chosen = state.input[0] === "g" ? Number(state.input.slice(1)) : null;
+    Array.from($("gallery").children, (button, i) => {
+      button.setAttribute("aria-pressed", i === chosen);
+      button.tabIndex = i === (chosen ?? 0) ? 0 : -1; // one stop for the Tab key, arrows go on
+    });
   } else thinkText(options);
-  if (state.node === null) state.node = found.nodes[0] ?? 0;
   paint();
+}
+
+/** The expert that is looked at: the one picked, else the first that is active. */
+function nodeShown() {
+  return state.node ?? found.nodes[0] ?? 0;
 }
 
 function numSteps() {
@@ -153,7 +163,7 @@ function paint() {
   $("step-told").textContent = tellStep(step);
   $("budget").value = state.budget ?? layerShown().M;
   const each = pack.kind === "text" ? " in each block" : "";
-  $("budget-told").textContent = state.budget === null ? "none" : `at most ${plural(state.budget, "expert")}${each}`;
+  $("budget-told").textContent = state.budget === null ? "none" : `at most ${state.budget}${each}`;
   $("sure").value = Math.round(100 * (state.sure ?? 1));
   $("sure-told").textContent = state.sure === null ? "off" : `at ${percent(state.sure)}`;
   $("seed").value = state.seed;
@@ -245,6 +255,16 @@ function wireControls() {
     change({ budget: most === layerShown().M ? null : most });
   });
   $("sure").addEventListener("input", () => change({ sure: $("sure").value === "100" ? null : Number($("sure").value) / 100 }));
+  $("gallery").addEventListener("keydown", (event) => {
+    const all = [...$("gallery").children], columns = all.filter((each) => each.offsetTop === all[0].offsetTop).length;
+    const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns };
+    const to = all[all.indexOf(event.target) + moves[event.key]];
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    to?.click();
+    to?.focus();
+  });
+  $("who-images").addEventListener("click", () => (state.node = nodeShown()), true); // its images must not exchange it
   $("model").addEventListener("change", () => show(new URLSearchParams({ m: PACKS[$("model").value].name })));
   let size = 0;
   new ResizeObserver(() => {

@@ -2,10 +2,22 @@
 
 const escapeXML = (text) => String(text).replace(/[&<>"]/g, (letter) => `&#${letter.charCodeAt(0)};`);
 
+/** A text in lines of at most so many pixels. */
+function wrap(text, width, font) {
+  const context = make("canvas").getContext("2d"), lines = [""];
+  context.font = font;
+  for (const word of text.split(" ")) {
+    const longer = `${lines.at(-1)} ${word}`.trim();
+    if (context.measureText(longer).width <= width) lines[lines.length - 1] = longer;
+    else lines.push(word);
+  }
+  return lines;
+}
+
 /** The grid, with the input and the answer above it, or the coloured text: a picture that needs nothing else. */
 function picture() {
   const style = getComputedStyle(document.documentElement), ink = style.getPropertyValue("--ink");
-  const rules = [...document.styleSheets[0].cssRules].filter((rule) => /^\.(ray|node|row|gate|mark)\b/.test(rule.selectorText ?? ""));
+  const rules = [...document.styleSheets[0].cssRules].filter((rule) => /^\.(ray|node(?!\.chosen)|row|gate|mark)\b/.test(rule.selectorText ?? ""));
   const css = rules.map((rule) => rule.cssText).join("\n").replace(/var\((--[\w-]+)\)/g, (_, name) => style.getPropertyValue(name).trim());
   const isText = pack.kind === "text", body = [], width = isText ? 760 : places.width + 32;
   const write = (text, x, y, extra = "") => body.push(`<text x="${x}" y="${y}" fill="${ink}" ${extra}>${escapeXML(text)}</text>`);
@@ -27,11 +39,12 @@ function picture() {
     }
     height = y + 46;
   } else {
-    const top = 96;
+    const told = wrap($("step-told").textContent, width - 32, "12px system-ui, sans-serif"), top = 108 + 16 * told.length;
     body.push(`<image href="${$("seen").toDataURL()}" x="16" y="16" width="64" height="64" style="image-rendering: pixelated"/>`);
-    write(`${$("label").firstChild.textContent}, ${$("label").lastChild.textContent}`, 96, 40, 'font-size="20" font-weight="700"');
-    write(pack.name, 96, 62);
-    write($("step-told").textContent, 96, 80, 'font-size="12"');
+    write($("label").firstChild.textContent, 96, 32, 'font-size="20" font-weight="700"');
+    write($("label").lastChild.textContent, 96, 54);
+    write(pack.name, 96, 76, 'fill-opacity="0.7"');
+    told.forEach((line, i) => write(line, 16, 104 + 16 * i, 'font-size="12"'));
     body.push(`<g transform="translate(16 ${top})">${new XMLSerializer().serializeToString($("grid"))}</g>`);
     height = top + places.height + 8;
   }

@@ -75,7 +75,7 @@ function paintBytes() {
     const nodes = textFound[byte]?.routes[state.block].nodes ?? [], isChosen = byte === byteShown();
     const { back, ink } = of[byte] ?? { back: "transparent", ink: "inherit" };
     const span = make("span", {
-      role: "button", tabindex: isChosen ? 0 : -1, "aria-pressed": isChosen, class: nodes.includes(state.node) ? "uses" : "",
+      role: "button", tabindex: isChosen ? 0 : -1, "aria-pressed": isChosen, class: nodes.includes(state.node) ? "uses" : "", // one that was picked
       "data-byte": byte, "aria-label": `${byteName(letter.codePointAt(0) < 128 ? letter.charCodeAt(0) : 0).replace("byte 0", letter)}: experts ${nodes.map((node) => node + 1).join(", ") || "none"}`,
     }, letter === "\n" ? "⏎\n" : letter);
     Object.assign(span.style, { background: back, color: ink });
@@ -83,7 +83,7 @@ function paintBytes() {
   });
   $("bytes").replaceChildren(...spans);
   if (had) $("bytes").querySelector("[aria-pressed=true]")?.focus();
-  $("ramp").replaceChildren(`${told} `, ...legend.map(({ name, back, ink }) => {
+  $("ramp").replaceChildren(make("span", {}, told), ...legend.map(({ name, back, ink }) => {
     const mark = make("b", {}, name);
     Object.assign(mark.style, { background: back, color: ink });
     return mark;
