@@ -1,19 +1,22 @@
 """The packages that others install: built, tagged, put into empty environments outside the repository, and used there."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 OURS = {"test", "docs", "wheels"}  # for work on the repository itself
-# What an extra is for, in one line of Python; none: that the training runs beside it.
+# What each extra is for, in one line of Python.
 DOORS = {
     "sklearn": "from raytraced.sklearn import MREClassifier; MREClassifier(epochs=1).fit([[0.0], [1.0]] * 9, [0, 1] * 9)",
     "serve": "import raytraced.serve.app",
@@ -22,6 +25,12 @@ DOORS = {
     "gpu": "import triton",
     "plots": "import os; assert os.path.exists('runs/one/curves.png')",
     "tensorboard": "import os; assert os.listdir('runs/one/events')",
+    "hub": "from raytraced.hub import import_hub; import_hub('here').HfApi",
+    "transformers": (
+        "import raytraced as rt, raytraced.transformers; from transformers import AutoModelForCausalLM as Auto;"
+        "rt.build('gpt-mre', dim=8, num_heads=2).save_pretrained('text'); Auto.from_pretrained('text')"
+    ),
+    "bench": "import mixture_of_experts, st_moe_pytorch, transformers",
 }
 
 
@@ -114,7 +123,7 @@ def test_the_wheel_with_one_extra_trains_and_the_extra_is_of_use(extra, built, i
     (wheel,) = built.glob("*.whl")
     python = install(f"{wheel}[{extra}]")
     train(python, tmp_path)
-    run(python, "-c", DOORS.get(extra, "import raytraced"), folder=tmp_path)
+    run(python, "-c", DOORS[extra], folder=tmp_path)
 
 
 @pytest.mark.slow
@@ -124,6 +133,25 @@ def test_the_sdist_trains_with_and_without_a_compiler(compiler, built, install, 
     python = install(sdist, **({} if compiler else {"CC": "no-such-cc", "CXX": "no-such-cxx", "PATH": "/no-such-path"}))
     told = train(python, tmp_path)
     assert ("compiled operations are not built" in told) == (not compiler)
+
+
+def test_where_the_library_is_not_built_the_tests_run_on_the_plain_path(tmp_path):
+    unbuilt = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "src/raytraced", tmp_path / "raytraced", ignore=unbuilt)
+    words = ("-m", "pytest", "-p", "no:cacheprovider", "tests/test_routing.py", "-k", "sum_to_one")
+    assert " passed" in run(sys.executable, *words, PYTHONPATH=str(tmp_path))
+
+
+def test_the_workflow_names_files_targets_and_extras_that_exist():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    words = [word for job in jobs.values() for step in job["steps"] for word in step.get("run", "").split()]
+    for word in words:
+        assert not word.startswith(("tests/", ".ci/")) or (ROOT / word).exists(), word
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {after for word, after in pairwise(words) if word == "make"} <= set(targets)
+    (asked,) = re.findall(r"whl\)\[(.*)\]", " ".join(words))
+    assert set(asked.split(",")) <= set(EXTRAS)
+    assert os.access(ROOT / ".ci/run", os.X_OK)
 
 
 def test_the_import_is_quick_and_every_public_name_adds_less_than_a_third_of_a_second_to_torch():
