@@ -61,7 +61,14 @@ def test_a_model_goes_to_transformers_and_back(tokens, tmp_path):
     assert AutoConfig.from_pretrained(tmp_path / "theirs").card() == gpt.card
 
 
+def say_more(model):
+    """Other weights: fresh ones repeat the last token, so that every text and every guess is right."""
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+
+
 def test_greedy_generation_is_the_decoders_own_with_a_cache_and_without(model, tokens):
+    say_more(model)
     own = torch.stack([drawn.tokens for drawn in model.model.generate(tokens, 12, temperature=0)], 1)
     for options in ({}, {"use_cache": False}, {"past_key_values": DynamicCache()}):
         assert torch.equal(model.generate(tokens, max_new_tokens=12, do_sample=False, **options)[:, 9:], own)
@@ -120,11 +127,67 @@ def test_other_ways_to_generate_work(model, tokens, options):
     assert out.past_key_values.get_seq_length() == 13
 
 
+@pytest.mark.parametrize("assistant", ["itself", "another", "the prompt"])
+def test_tokens_that_are_guessed_and_checked_are_the_greedy_ones(model, tokens, assistant):
+    """A guess that is refused is taken out of the cache again; several tokens come after cached ones."""
+    other = RaytracedForCausalLM.from_gpt(language_model())
+    say_more(model)
+    say_more(other)
+    options = {"prompt_lookup_num_tokens": 2} if assistant == "the prompt" else {"assistant_model": other}
+    if assistant == "itself":
+        options = {"assistant_model": model}
+    prompt = tokens[:1].repeat(1, 2)[:, :12]  # it repeats itself, so there is something to look up
+    told = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    expected, found = model.generate(prompt, **told), model.generate(prompt, **told, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("given", ["tokens", "vectors"])
+def test_generation_goes_on_from_a_cache_that_it_gave(model, tokens, given):
+    def generate(inputs, mask, **options):
+        start = {"input_ids": inputs} if given == "tokens" else {"inputs_embeds": model.get_input_embeddings()(inputs)}
+        return model.generate(
+            **start, attention_mask=mask, do_sample=False, return_dict_in_generate=True, pad_token_id=0, **options
+        )
+
+    mask = torch.arange(9) >= torch.tensor([[0], [2], [3]])
+    whole, first = generate(tokens, mask, max_new_tokens=6), generate(tokens, mask, max_new_tokens=4)
+    text = torch.cat((tokens, first.sequences[:, -4:]), 1)
+    longer = torch.cat((mask, torch.ones(3, 4, dtype=torch.bool)), 1)
+    last = generate(text, longer, max_new_tokens=2, past_key_values=first.past_key_values)
+    assert torch.equal(last.sequences[:, -2:], whole.sequences[:, -2:])
+    for ours, theirs in zip(last.past_key_values.layers, whole.past_key_values.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys)
+        torch.testing.assert_close(ours.values, theirs.values)
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_every_step_of_generation_gives_its_logits_hidden_states_and_cache(model, tokens, num_beams):
+    told = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
+    out = model.generate(
+        tokens, max_new_tokens=4, do_sample=False, num_beams=num_beams, return_dict_in_generate=True, **told
+    )
+    rows = 3 * num_beams
+    assert [step.shape for step in (*out.scores, *out.logits)] == [(rows, 256)] * 8
+    assert [[states.shape for states in step] for step in out.hidden_states] == [
+        [(rows, 1 if step else 9, 16)] * 3 for step in range(4)
+    ]
+    assert [layer.keys.shape for layer in out.past_key_values.layers] == [(rows, 2, 12, 8)] * 2
+
+
+def test_without_a_prompt_generation_begins_at_the_first_token(model):
+    said = model.generate(bos_token_id=7, max_new_tokens=5, do_sample=False)
+    assert torch.equal(said, model.generate(torch.tensor([[7]]), max_new_tokens=5, do_sample=False))
+
+
 def test_vectors_in_place_of_tokens_give_the_same(model, tokens):
     vectors = model.get_input_embeddings()(tokens)
     assert torch.equal(model(inputs_embeds=vectors).logits, model(tokens).logits)
-    expected = model.generate(tokens, max_new_tokens=5, do_sample=False)[:, 9:]
-    assert torch.equal(model.generate(inputs_embeds=vectors, max_new_tokens=5, do_sample=False), expected)
+    for options in ({}, {"num_beams": 2}):
+        expected = model.generate(tokens, max_new_tokens=5, do_sample=False, **options)
+        alone = model.generate(inputs_embeds=vectors, max_new_tokens=5, do_sample=False, **options)
+        assert torch.equal(alone, expected[:, 9:])
 
 
 def test_routing_statistics_are_those_of_the_routes(model, tokens):
@@ -204,14 +267,16 @@ def test_bad_input_is_refused_in_one_line(model, tokens, tmp_path):
         "input_ids, inputs_embeds: give exactly one of them": lambda: model(),
         "tokens=25: must be at most context=24": lambda: model(tokens.repeat(1, 3)[:, :25]),
         "attention_mask=(3, 4): must be (3, 9): all tokens, those of the cache first": lambda: model(tokens, attention_mask=torch.zeros(3, 4)),
+        "attention_mask=(3, 10): must be (3, 9): all tokens, those of the cache first": lambda: model(tokens, attention_mask=torch.ones(3, 10)),
         "position_ids=some that jump: must count up by one; texts cannot be packed": lambda: model(tokens, position_ids=torch.arange(9)[None] % 5),
         "past_key_values=StaticCache: must grow: a cache of fixed size is not supported; leave cache_implementation out":
             lambda: model.generate(tokens, max_new_tokens=2, cache_implementation="static"),
         "tie_word_embeddings=False: must be true: logits come from the embedding": lambda: RaytracedConfig(tie_word_embeddings=False),
         "model=gpt-mer: no such model; did you mean gpt-mre?": lambda: RaytracedConfig(layer="mer"),
         "model option hiden: gpt-mre has no such option; did you mean hidden?": lambda: RaytracedConfig(layer_options={"hiden": 3}),
-        "model=mre: must be a language model, one whose name begins with gpt-":
+        "Classifier: must be a language model, one whose name begins with gpt-":
             lambda: RaytracedForCausalLM.from_gpt(rt.load("mre-digits")),
+        "Linear: must be a language model, one whose name begins with gpt-": lambda: RaytracedForCausalLM.from_gpt(torch.nn.Linear(2, 2)),
         "GPT: has no card; only a model made by raytraced.build or load can be used": lambda: RaytracedForCausalLM.from_gpt(without_card()),
     }  # fmt: skip
     for message, call in cases.items():

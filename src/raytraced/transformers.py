@@ -126,13 +126,12 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def from_gpt(cls, gpt: GPT) -> Self:
         """The same decoder, not a copy, for transformers; `.model` is the way back."""
+        if not isinstance(gpt, GPT):
+            raise ValueError(f"{type(gpt).__name__}: must be a language model, one whose name begins with gpt-")
         if gpt.card is None:
             raise ValueError(
                 f"{type(gpt).__name__}: has no card; only a model made by raytraced.build or load can be used"
             )
-        require(
-            isinstance(gpt, GPT), "model", gpt.card.model, "must be a language model, one whose name begins with gpt-"
-        )
         with torch.device("meta"):
             made = cls(RaytracedConfig(**config_values(gpt.card)))
         made.model = gpt
@@ -221,12 +220,12 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
 
 def whole_mask(attention_mask: Tensor | None, inputs: Tensor, num_cached: int) -> Tensor | None:
     """Which of all tokens are no padding (B, S), or None where none is."""
-    if attention_mask is None or bool(attention_mask.all()):
+    if attention_mask is None:
         return None
     expected = (len(inputs), num_cached + inputs.shape[1])
     shape = tuple(attention_mask.shape)
     require(shape == expected, "attention_mask", shape, f"must be {expected}: all tokens, those of the cache first")
-    return attention_mask.bool()
+    return None if bool(attention_mask.all()) else attention_mask.bool()
 
 
 def check_positions(position_ids: Tensor | None, mask_BS: Tensor | None) -> None:
