@@ -11,9 +11,9 @@ from raytraced.routers.aux_free import AuxFree
 from raytraced.routers.chain import ChainOfExperts
 from raytraced.routers.dense import DenseBlocks
 from raytraced.routers.null_experts import NullExperts
-from raytraced.routers.threshold import Threshold
 from raytraced.routers.planned import PlannedTopK
 from raytraced.routers.relu import ReLURouting
+from raytraced.routers.threshold import Threshold
 from raytraced.routers.top_any import TopAny
 from raytraced.routers.top_k import TopK
 

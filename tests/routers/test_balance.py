@@ -7,10 +7,10 @@ import torch
 
 from raytraced.layer import routed_layer
 from raytraced.routers.aux_free import AuxFree
-from raytraced.routers.relu import ReLURouting
 from raytraced.routers.chain import ChainOfExperts
 from raytraced.routers.choosing import balance_loss
 from raytraced.routers.null_experts import NullExperts, null_balance_loss
+from raytraced.routers.relu import ReLURouting
 from raytraced.routers.threshold import Threshold
 from raytraced.routers.top_any import TopAny, diversity_loss
 from raytraced.routers.top_k import TopK

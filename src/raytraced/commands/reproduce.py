@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from raytraced.reproduce import plan
-from raytraced.reproduce.plan import FULL, PARTS, QUICK, Planner, Scale, Wanted, collect_runs
+from raytraced.reproduce.plan import FULL, PARTS, QUICK, TEXT, TEXT_QUICK, Planner, Scale, Wanted, collect_runs
 from raytraced.reproduce.records import Store, best_rates
 from raytraced.words import did_you_mean, require
 
@@ -24,7 +24,7 @@ def reproduce(
 
     Args:
         quick: A small likeness of everything in a few minutes, into OUTPUT/quick.
-        only: Parts, such as table1,fig5, or sets of parts: default, claims, frontier, union, all.
+        only: Parts, such as table1,fig5, or sets of parts: default, claims, frontier, union, all; or text, by itself.
         data: Only these data sets, such as mnist,cifar10.
         output: Folder of the results; runs are trained in its sub-folder runs.
         data_root: Where data sets are kept.
@@ -32,14 +32,18 @@ def reproduce(
         redraw: Train nothing: draw from the records in OUTPUT/records.
         dry_run: Only tell what would be trained, and how long it may take.
     """
-    scale = QUICK if quick else FULL
     parts = plan.choose_parts(split(only) or (["all"] if quick else ["default"]))
+    if "text" in parts and len(parts) > 1:
+        raise ValueError(f"only={only}: text has runs and results of its own; ask for it by itself")
+    texts = parts == ["text"]
+    scale = (TEXT_QUICK if quick else TEXT) if texts else QUICK if quick else FULL
     if quick and "ship" in parts:
         raise ValueError("only=ship: quick runs are not worth shipping; leave --quick out")
     wanted = tuple(dict.fromkeys(split(data))) or None
     for name in wanted or ():
         require(name in scale.data, "data", name, f"no such data set; {did_you_mean(name, scale.data)}")
     folder = Path(output) / "quick" if quick else Path(output)
+    folder = folder / "text" if texts else folder
     if workers is None:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     require(workers >= 1, "workers", workers, "must be at least 1")
@@ -52,10 +56,10 @@ def reproduce(
     except Stopped as stop:
         print("stopped; everything is saved. The same command goes on from here.")
         return stop.exit_code
-    write_results(parts, scale, wanted, folder, data_root)
+    page = write_results(parts, scale, wanted, folder, data_root)
     for key, problem in failures.items():
         print(f"failed: {key}: {problem}")
-    print(folder / "report.html")
+    print(page)
     return 1 if failures else 0
 
 
@@ -95,11 +99,15 @@ def train_all(
         rates = found
 
 
-def write_results(parts: list[str], scale: Scale, wanted: Wanted, folder: Path, data_root: str | None) -> None:
-    """Draw the parts that were asked for, and write summary, tables and report from all there is."""
+def write_results(parts: list[str], scale: Scale, wanted: Wanted, folder: Path, data_root: str | None) -> Path:
+    """Draw the parts that were asked for, and write summary, tables and report from all there is; returns the page to open."""
     results = Store(folder / "records").results(plan.every_run(Planner(scale, find_rates(scale, folder))))
     if not results.whole:
         raise ValueError(f"{folder / 'records'}: holds no record of a run; leave --redraw out to train")
+    if parts == ["text"]:
+        from raytraced.reproduce.text import write_text
+
+        return write_text(results, folder, scale.name == "quick")
     from raytraced.reproduce.figures import save_figures
     from raytraced.reproduce.report import write_report
     from raytraced.reproduce.ship import ship_all
@@ -109,6 +117,7 @@ def write_results(parts: list[str], scale: Scale, wanted: Wanted, folder: Path, 
     write_report(results, scale, folder)
     if "ship" in parts:
         ship_all(results, folder / "runs", data_root=data_root)
+    return folder / "report.html"
 
 
 def tell_plan(parts: list[str], scale: Scale, wanted: Wanted, folder: Path, workers: int) -> int:

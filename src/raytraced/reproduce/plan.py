@@ -30,6 +30,8 @@ class DataPlan:
     grid: tuple[float, ...] = (5e-4, 1e-3, 2e-3, 5e-3, 1e-2)  # learning rates that the search tries, for every model
     targets: tuple[float, ...] = (2.0, 12.0)  # mean numbers of experts that MRE is trained for, besides the recipe's
     options: dict[str, Any] = field(default_factory=dict)  # of every model, where they are wider than the paper's
+    training: dict[str, Any] = field(default_factory=dict)  # of every model's runs
+    rates_of: str = ""  # the data set whose learning rates it takes, without a search of its own
     epoch_seconds: float = 1.0  # of MRE on one core: the first guess at the time left, and what orders the runs
 
     @property
@@ -88,6 +90,15 @@ QUICK = Scale(
     fixed_lr=5e-3,
 )  # fmt: skip
 
+# Tokens: small decoders with 32 experts a block; an epoch is 100 steps of 1,024 bytes. One search, for both texts.
+WINDOWS = {"context": 64, "steps": 100, "judged": 32768}
+BYTES = DataPlan(
+    10, 10, False, False, (2e-3, 4e-3, 8e-3), (), {"dim": 64, "hidden": 128},
+    {"batch_size": 16, "warmup": 0.5, "data_options": WINDOWS}, epoch_seconds=7.0,
+)  # fmt: skip
+TEXT = Scale("full", {"enwik8": BYTES, "mix": replace(BYTES, rates_of="enwik8")}, 3, 3, (), "", 0)
+TEXT_QUICK = Scale("quick", {"shakespeare": replace(BYTES, epochs=1, search_epochs=1)}, 1, 1, (), "", 0, fixed_lr=4e-3)
+
 
 @dataclass(frozen=True)
 class Run:
@@ -131,7 +142,8 @@ class Run:
     def expected_seconds(self) -> float:
         """A guess, good enough to start long runs first."""
         slow = self.config.model == "mre-paper"
-        return self.config.epochs * FULL.data[self.data].epoch_seconds * (2.0 if slow else 1.0) + 4.0
+        plan = FULL.data.get(self.data, BYTES)
+        return self.config.epochs * plan.epoch_seconds * (2.0 if slow else 1.0) + 4.0
 
 
 @dataclass(frozen=True)
@@ -148,9 +160,10 @@ class Planner:
         planned: list[Run] = []
         for variant, data in product(variants, names):
             source, family = variant.tuned_as or variant, variant.family or variant.label
-            lr = variant.lr or self.scale.fixed_lr or self.rates.get(data, {}).get(source.label)
+            searched = self.scale.data[data].rates_of or data
+            lr = variant.lr or self.scale.fixed_lr or self.rates.get(searched, {}).get(source.label)
             if lr is None:
-                planned += self.search(source, data)
+                planned += self.search(source, searched)
                 continue
             for seed in seeds:
                 config = self.configure(variant, data, seed, epochs or self.scale.data[data].epochs, lr)
@@ -168,7 +181,7 @@ class Planner:
 
     def configure(self, variant: Variant, data: str, seed: int, epochs: int, lr: float) -> TrainConfig:
         """The configuration of a run: the variant's preset, then its own options, then what all runs share."""
-        values = preset_values(variant.preset, data, variant.model) | variant.training
+        values = preset_values(variant.preset, data, variant.model) | self.scale.data[data].training | variant.training
         # patience that cannot run out: the weights of the epoch with the best validation accuracy are kept, for every model
         values |= {"preset": variant.preset, "epochs": epochs, "lr": lr, "seed": seed, "patience": max(1, epochs)}
         values |= {"device": "cpu", "threads": 1, "quiet": True}
@@ -192,12 +205,13 @@ PARTS = {
     "frontier": "Accuracy against multiply-adds",
     "union": "Accuracy against multiply-adds, the union of three data sets",
     "sure": "Accuracy against multiply-adds, everyone stopping when sure",
+    "text": "Bits per byte against multiply-adds: language models",
     "ship": "Trained models for the package",
 }
 SETS = {
     "default": ("table1", "table2", "fig2", "fig3", "fig5", "fig6", "fig7"),
     "claims": ("lr", "balance", "temperature", "init"),
-    "all": tuple(part for part in PARTS if part != "ship"),
+    "all": tuple(part for part in PARTS if part not in ("ship", "text")),
 }
 
 
@@ -243,6 +257,9 @@ def runs_of(part: str, planner: Planner, wanted: Wanted) -> list[Run]:
         case "frontier" | "union":
             pairs = [(name, who.compared_variants(plans[name].targets, plans[name].wide)) for name in compared]
             seeds = range(scale.num_compared_seeds)
+        case "text":
+            texts = [name for name in asked if plans[name].options == BYTES.options]
+            return planner.runs("main", who.text_variants(), texts, seeds)
         case "sure":
             names = [name for name in asked if plans[name].compared]
             return planner.runs("main", who.SURE_VARIANTS, names, range(scale.num_compared_seeds))

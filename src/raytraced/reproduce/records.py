@@ -37,6 +37,17 @@ class Record(Run):
         return float(self.test["accuracy"])
 
     @property
+    def bits(self) -> float:
+        """A byte of the test text."""
+        return float(self.test["bits_per_byte"])
+
+    @property
+    def score(self) -> float:
+        """What is to be high on validation data: the accuracy of images, the bits of bytes with their sign turned."""
+        known = self.validation
+        return float(known["accuracy"] if "accuracy" in known else -known["bits_per_byte"])
+
+    @property
     def experts(self) -> float:
         """Mean number that a test image used."""
         return float(self.test["mean_experts"])
@@ -176,12 +187,11 @@ class Results:
         return make_point(self.of(data, label, group))
 
     def searches(self) -> dict[tuple[str, str], dict[float, float | None]]:
-        """(data set, label) → learning rate → validation accuracy, None where the run diverged."""
+        """(data set, label) → learning rate → score on validation data, None where the run diverged."""
         table: dict[tuple[str, str], dict[float, float | None]] = {}
         for one in self.all:
             if one.group == "search":
-                accuracy = None if one.error else one.validation["accuracy"]
-                table.setdefault((one.data, one.family), {})[one.config.lr] = accuracy
+                table.setdefault((one.data, one.family), {})[one.config.lr] = None if one.error else one.score
         return table
 
 

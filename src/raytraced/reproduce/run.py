@@ -29,8 +29,9 @@ from raytraced.training.run_folder import RunFolder
 LOCK_SECONDS = 30  # a worker that outlived its runner needs a moment to save
 MOST_BUDGETS = 20
 WITHIN = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # points of validation accuracy that an early stop may cost
-HISTORY = ("train_loss", "train_accuracy", "validation_accuracy", "validation_experts", "seconds")
-VALIDATION = ("num_samples", "accuracy", "loss", "calibration_error", "mean_experts", "accuracy_per_class",
+HISTORY = ("train_loss", "train_accuracy", "validation_accuracy", "validation_bits_per_byte", "validation_experts",
+           "seconds")  # fmt: skip
+VALIDATION = ("num_samples", "accuracy", "bits_per_byte", "loss", "calibration_error", "mean_experts", "accuracy_per_class",
               "experts_per_class", "expert_load")  # fmt: skip
 
 
@@ -114,7 +115,8 @@ def describe(run: Run, record: Record | None, problem: str | None) -> str:
     """A run that has ended, in a reader's words."""
     told = f"failed: {problem}"
     if record is not None and not problem:
-        told = f"test {record.accuracy:.2%}, {record.experts:.2f} experts, {clock(record.seconds)}"
+        figure = f"{record.accuracy:.2%}" if "accuracy" in record.test else f"{record.bits:.3f} bits a byte"
+        told = f"test {figure}, {record.experts:.2f} experts, {clock(record.seconds)}"
     return f"{run.data} {run.label} seed {run.seed}{'' if run.group == 'main' else f' ({run.group})'}: {told}"
 
 
@@ -205,7 +207,9 @@ def perform(run: Run, work: Path, data_root: str | None) -> None:
     try:
         if folder.read_summary() is None:
             train(config, folder if started else None, pictures=False)
-        record = replace(make_record(run, folder), sure=stops(run, folder, data_root))
+        record = make_record(run, folder)
+        if "accuracy" in record.test:
+            record = replace(record, sure=stops(run, folder, data_root))
     except Diverged as error:
         record = Record(**vars(run), error=str(error).partition(";")[0])
     write_file(folder.path / "record.json", write_line(record))
@@ -246,11 +250,11 @@ def make_record(run: Run, folder: RunFolder) -> Record:
     return Record(
         **vars(run),
         **{name: summary[name] for name in ("best_epoch", "parameters", "seconds", "versions")},
-        history={name: [epoch[name] for epoch in epochs] for name in HISTORY},
-        validation={name: validation[name] for name in VALIDATION},
+        history={name: [epoch[name] for epoch in epochs] for name in HISTORY if name in epochs[0]},
+        validation={name: validation[name] for name in VALIDATION if name in validation},
         test={name: value for name, value in test.items() if name != "budgets" and value is not None},
         budgets=[
-            {"validation_accuracy": other["accuracy"], "validation_macs": other["macs"]} | row
+            {f"validation_{name}": other[name] for name in ("accuracy", "bits_per_byte", "macs") if name in other} | row
             for row, other in zip(rows, validated, strict=False)
         ],
     )

@@ -20,6 +20,9 @@ DATA_NAMES = {
     "fashion-mnist": "Fashion-MNIST",
     "cifar10": "CIFAR-10",
     "union": "Union (30 classes)",
+    "shakespeare": "Shakespeare",
+    "enwik8": "enwik8",
+    "mix": "Mix of five domains",
 }
 
 
@@ -112,6 +115,35 @@ INIT_VARIANTS = tuple(
     replace(MRE_PAPER, label=f"mre-paper-init-{name}", options=PAPER | {"scale_init": scaled})
     for name, scaled in (("scaled", True), ("plain", False))
 )
+
+# On tokens, 32 experts in each block of a decoder. Found on validation bytes: docs/text.md.
+TEXT_RECIPE = {"num_layers": 2, "num_experts": 16, "weighting": "rates", "sight_rank": 16}
+TEXT_MRE = Variant("mre", "gpt-mre", TEXT_RECIPE, {"target_experts": 8.0}, family="mre", setting=8)
+STACK = Variant("stack-2", "gpt-top-k", {"k": 2})
+TEXT_DENSE = Variant("dense-4", "gpt-dense", {"num_blocks": 4}, family="dense", setting=4)
+
+
+def text_variants() -> tuple[Variant, ...]:
+    """All that meet on tokens; what has gates shares the search of stacked top-2, what has none that of four blocks."""
+    ours = replace(TEXT_MRE, label="mre-target-4", training={"target_experts": 4.0}, setting=4)
+    elastic = replace(TEXT_MRE, label="mre-elastic", training=TEXT_MRE.training | {"anytime_loss": 0.25}, family="")
+    dense = (
+        replace(TEXT_DENSE, label=f"dense-{num}", options={"num_blocks": num}, setting=num, tuned_as=TEXT_DENSE)
+        for num in (1, 2, 8)
+    )
+    one_layer = (
+        Variant(f"top-{k}-of-32", "gpt-top-k", {"num_layers": 1, "num_experts": 32, "k": k, "total": "count"})
+        for k in (1, 2, 4)
+    )
+    gated = (
+        Variant("stack-1", "gpt-top-k", {"k": 1}),
+        Variant("planned-1", "gpt-planned", {"k": 1}),
+        *one_layer,
+        *(Variant(name, f"gpt-{name}") for name in ("threshold", "aux-free", "null-experts", "chain", "relu")),
+    )
+    mine = (TEXT_MRE, *(replace(one, tuned_as=TEXT_MRE) for one in (ours, elastic)))
+    return (*mine, TEXT_DENSE, *dense, STACK, *(replace(one, tuned_as=STACK) for one in gated))
+
 
 # Models in the package: name → data set and recipe.
 SHIPPED = {
