@@ -120,7 +120,8 @@ def text_figure(results: Results, shown: list[str]) -> Figure:
         for label, marker in looks.items():
             if label in points:
                 line((label,), label, color=GREY, marker=marker, linestyle="none", markerfacecolor="white")
-        line(("mre-target-4", "mre"), "MRE, trained for 4, 8", color=BLUE, marker="o", linestyle="-")
+        line(("mre-target-4", "mre-target-8"), "MRE, trained for 4, 8", color=BLUE, marker="o", linestyle="-")
+        line(("mre",), "MRE, its own end", color=BLUE, marker="o", linestyle="none", markerfacecolor="white")
         for record in results.of(data, "mre-elastic")[:1]:
             rows = record.budgets[1:9]
             x, y = [row["macs"] / 1000 for row in rows], [row["bits_per_byte"] for row in rows]

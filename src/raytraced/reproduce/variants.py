@@ -117,16 +117,19 @@ INIT_VARIANTS = tuple(
 )
 
 # On tokens, 32 experts in each block of a decoder. Found on validation bytes: docs/text.md.
-TEXT_RECIPE = {"num_layers": 2, "num_experts": 16, "weighting": "rates", "sight_rank": 16}
-TEXT_MRE = Variant("mre", "gpt-mre", TEXT_RECIPE, {"target_experts": 8.0}, family="mre", setting=8)
+TEXT_RECIPE = {"num_layers": 2, "num_experts": 16, "weighting": "rates", "sight_rank": 16, "reach": 0.0}
+TEXT_MRE = Variant("mre", "gpt-mre", TEXT_RECIPE)
 STACK = Variant("stack-2", "gpt-top-k", {"k": 2})
 TEXT_DENSE = Variant("dense-4", "gpt-dense", {"num_blocks": 4}, family="dense", setting=4)
 
 
 def text_variants() -> tuple[Variant, ...]:
     """All that meet on tokens; what has gates shares the search of stacked top-2, what has none that of four blocks."""
-    ours = replace(TEXT_MRE, label="mre-target-4", training={"target_experts": 4.0}, setting=4)
-    elastic = replace(TEXT_MRE, label="mre-elastic", training=TEXT_MRE.training | {"anytime_loss": 0.25}, family="")
+    aimed = (
+        replace(TEXT_MRE, label=f"mre-target-{num}", training={"target_experts": float(num)}, family="mre", setting=num)
+        for num in (4, 8)
+    )
+    elastic = replace(TEXT_MRE, label="mre-elastic", training={"anytime_loss": 0.25})
     dense = (
         replace(TEXT_DENSE, label=f"dense-{num}", options={"num_blocks": num}, setting=num, tuned_as=TEXT_DENSE)
         for num in (1, 2, 8)
@@ -141,7 +144,7 @@ def text_variants() -> tuple[Variant, ...]:
         *one_layer,
         *(Variant(name, f"gpt-{name}") for name in ("threshold", "aux-free", "null-experts", "chain", "relu")),
     )
-    mine = (TEXT_MRE, *(replace(one, tuned_as=TEXT_MRE) for one in (ours, elastic)))
+    mine = (TEXT_MRE, *(replace(one, tuned_as=TEXT_MRE) for one in (*aimed, elastic)))
     return (*mine, TEXT_DENSE, *dense, STACK, *(replace(one, tuned_as=STACK) for one in gated))
 
 
