@@ -55,6 +55,11 @@ def test_links_out_of_docs_lead_to_copies_in_the_site():
     assert site.on_page_markdown("[a](docs/testing.md)", Page) == "[a](../testing.md)"
 
 
+def test_every_page_is_in_the_navigation():
+    navigation = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2].split()
+    assert not {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - set(navigation)
+
+
 def test_every_public_name_is_in_the_reference():
     text = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
     homes = {home for name, home in rt._HOME.items() if home} | {name for name, home in rt._HOME.items() if not home}
