@@ -99,7 +99,7 @@ class GPT(Model):
     A budget holds for each block: `max_experts=2` lets a token run two experts in every one of them.
     """
 
-    layer_defaults = {"dim": 96, "hidden": 192, "num_hidden": 1}  # noqa: RUF012
+    layer_defaults = {"dim": 96, "hidden": 192, "num_hidden": 1, "weighting": "rates", "sight_rank": 16}  # noqa: RUF012
     """options of the layer where they differ from those that images have"""
 
     def __init__(

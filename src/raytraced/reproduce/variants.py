@@ -118,7 +118,7 @@ INIT_VARIANTS = tuple(
 
 # On tokens, 32 experts in each block of a decoder. Found on validation bytes: docs/text.md.
 TEXT_RECIPE = {"num_layers": 2, "num_experts": 16, "weighting": "rates", "sight_rank": 16, "reach": 0.0}
-TEXT_MRE = Variant("mre", "gpt-mre", TEXT_RECIPE)
+TEXT_MRE = Variant("mre", "gpt-mre", TEXT_RECIPE, {"target_experts": None})
 STACK = Variant("stack-2", "gpt-top-k", {"k": 2})
 TEXT_DENSE = Variant("dense-4", "gpt-dense", {"num_blocks": 4}, family="dense", setting=4)
 
@@ -129,7 +129,7 @@ def text_variants() -> tuple[Variant, ...]:
         replace(TEXT_MRE, label=f"mre-target-{num}", training={"target_experts": float(num)}, family="mre", setting=num)
         for num in (4, 8)
     )
-    elastic = replace(TEXT_MRE, label="mre-elastic", training={"anytime_loss": 0.25})
+    elastic = replace(TEXT_MRE, label="mre-elastic", training=TEXT_MRE.training | {"anytime_loss": 0.25})
     dense = (
         replace(TEXT_DENSE, label=f"dense-{num}", options={"num_blocks": num}, setting=num, tuned_as=TEXT_DENSE)
         for num in (1, 2, 8)
