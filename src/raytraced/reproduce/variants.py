@@ -124,7 +124,7 @@ TEXT_DENSE = Variant("dense-4", "gpt-dense", {"num_blocks": 4}, family="dense", 
 
 
 def text_variants() -> tuple[Variant, ...]:
-    """All that meet on tokens; what has gates shares the search of stacked top-2, what has none that of four blocks."""
+    """All that meet on tokens; a search each for ours, dense blocks, one layer of 32, and all the stacks of layers."""
     aimed = (
         replace(TEXT_MRE, label=f"mre-target-{num}", training={"target_experts": float(num)}, family="mre", setting=num)
         for num in (4, 8)
@@ -134,18 +134,15 @@ def text_variants() -> tuple[Variant, ...]:
         replace(TEXT_DENSE, label=f"dense-{num}", options={"num_blocks": num}, setting=num, tuned_as=TEXT_DENSE)
         for num in (1, 2, 8)
     )
-    one_layer = (
-        Variant(f"top-{k}-of-32", "gpt-top-k", {"num_layers": 1, "num_experts": 32, "k": k, "total": "count"})
-        for k in (1, 2, 4)
-    )
+    wide = Variant("top-4-of-32", "gpt-top-k", {"num_layers": 1, "num_experts": 32, "k": 4, "total": "count"})
+    one_layer = (replace(wide, label=f"top-{k}-of-32", options=wide.options | {"k": k}, tuned_as=wide) for k in (1, 2))
     gated = (
         Variant("stack-1", "gpt-top-k", {"k": 1}),
         Variant("planned-1", "gpt-planned", {"k": 1}),
-        *one_layer,
         *(Variant(name, f"gpt-{name}") for name in ("threshold", "aux-free", "null-experts", "chain", "relu")),
     )
     mine = (TEXT_MRE, *(replace(one, tuned_as=TEXT_MRE) for one in (*aimed, elastic)))
-    return (*mine, TEXT_DENSE, *dense, STACK, *(replace(one, tuned_as=STACK) for one in gated))
+    return (*mine, TEXT_DENSE, *dense, wide, *one_layer, STACK, *(replace(one, tuned_as=STACK) for one in gated))
 
 
 # Models in the package: name → data set and recipe.
