@@ -104,6 +104,31 @@ def test_large_weights_agree_with_the_plain_path():
         assert_agree(make_case(4, num_experts, 32, scale=200.0, dtype=torch.float64))
 
 
+@pytest.mark.parametrize(("estimator", "large"), list(product(("reinmax", "none"), (50.0, 800.0, 2000.0))))
+def test_whatever_gates_see_the_plain_paths_softmax_is_theirs(estimator, large):
+    # One node sees something large, the others do not: with and without its maximum, the softmax is the same.
+    for num_experts in (7, 8):
+        case = make_case(4, num_experts, 32, estimator=estimator, dtype=torch.float64, sees=True)
+        with torch.no_grad():
+            case.options["sight_BLNO"][:, :, 0, 2] += large
+            case.options["sight_BLNO"][:, :, 1, -1] -= large
+        assert_agree(case)
+
+
+@pytest.mark.parametrize(("estimator", "select"), list(product(("reinmax", "none"), SELECTS)))
+def test_large_grids_of_which_few_nodes_are_active_agree(estimator, select):
+    options = {"estimator": estimator, "select": select, "max_experts": 6, "sees": True}
+    assert_agree(make_case(8, 32, 150, **options))  # what the gates see has a gradient of 4 MB, and five ranges add up
+    assert_agree(make_case(6, 9, 70, **options))
+
+
+def test_gates_that_nobody_used_get_zeros():
+    routing, entry_BN, options = make_case(5, 8, 40, estimator="none", select="greedy", max_experts=1)
+    compiled(routing, entry_BN, **options).rates.nodes.sum().backward()
+    assert bool(routing.gate_first.grad.any())
+    assert torch.equal(routing.gate_inner.grad, torch.zeros_like(routing.gate_inner))
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_rates_below_the_floor_have_the_floors_derivative(estimator):
     routing, entry_BN, options = make_case(3, 8, 24, estimator=estimator, dtype=torch.float64)

@@ -15,6 +15,11 @@ from raytraced.operations.cpp_library import why_unfit
 _HUGE_BYTES = 2**25
 
 
+def empty_block(like: Tensor) -> np.ndarray:
+    """Memory for a large tensor, not filled in: numpy asks for huge pages, whose first touch costs a quarter."""
+    return np.empty(tuple(like.shape), np.float64 if like.dtype == torch.float64 else np.float32)
+
+
 class _Memory:
     """Memory for a large parameter's gradient, used again once nobody holds the gradient before.
 
@@ -23,8 +28,7 @@ class _Memory:
     """
 
     def __init__(self, parameter: Tensor) -> None:
-        dtype = np.float64 if parameter.dtype == torch.float64 else np.float32
-        self.block = np.empty(tuple(parameter.shape), dtype)
+        self.block = empty_block(parameter)
         self.lent: weakref.ref[np.ndarray] | None = None
 
     def lend(self, parameter: Tensor) -> Tensor | None:

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from raytraced.operations import cpp_library as library
+from raytraced.operations.cpp_gradients import empty_block
 from raytraced.operations.cpp_library import Float, Int, LibraryCall, Pointer, fields, point
 from raytraced.routing import Rates, RoutingNetwork
 from raytraced.sequence import RATE_FLOOR, Estimator, Route, Stop
 
 ESTIMATORS = ("straight-through", "reinmax", "gumbel", "none")  # the numbers of cpu/sequence.h
 STOPS = ("drawn", "dominant")
+_LARGE_BYTES = 2**22  # of a gradient, from which fresh pages cost more than the arithmetic on them
 
 
 class Args(ctypes.Structure):
@@ -101,9 +103,13 @@ def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyp
     return route
 
 
+def _empty_gradient(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor) if tensor.nbytes < _LARGE_BYTES else torch.from_numpy(empty_block(tensor))
+
+
 def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[no-untyped-def]
     """Gradients of the entry and of the gates, back through every draw, or through the final set's rates alone."""
-    gradients = [torch.empty_like(tensor) for tensor in tensors]
+    gradients = [_empty_gradient(tensor) for tensor in tensors]
     names = (*(f"grad_{name}" for name in ROUTE[:3]), *(f"grad_{name}" for name in _TENSORS[bool(spec[5])]))
     args = make_args(spec, data, tensors, **point(ROUTE[3:], kept), **point(names, (*grads, *gradients)))
     library.run(_backward, "activation sequence", args)

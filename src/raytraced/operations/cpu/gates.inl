@@ -20,6 +20,13 @@ template <class S> struct Size {
   int P() const { return vectors() * S::W; }                  // N, padded
   static constexpr bool whole() { return S::N && S::N % S::W == 0; }  // no padding
   i64 inner() const { return L > 2 ? (i64)(L - 2) * N() : 0; }  // nodes whose gates have N inputs
+  // Vector v of a row of N numbers that somebody else laid out, without padding.
+  typename S::V load(const T* row, int v) const {
+    if (whole() || (v + 1) * S::W <= N()) return S::load_any(row + v * S::W);
+    typename S::V x = S::zero();
+    for (int i = v * S::W; i < N(); ++i) x[i - v * S::W] = row[i];
+    return x;
+  }
 };
 
 // Hands out aligned pieces of one block of memory.
@@ -58,7 +65,7 @@ template <class S> struct Gates {
   static void start(const SequenceArgs& args, PackedGates& g) {
     const Size<S> size(args);
     const int N = size.N(), P = size.P();
-    for (i64 i = 0; i < size.inner(); ++i) g.ready[i] = 0;
+    for (i64 i = 0; i < size.inner(); ++i) g.ready[i] = 0, ((T*)g.largest)[N + i] = 0;
     T *first = (T*)g.first, *out = (T*)g.first_out;
     for (int i = 0; i < P; ++i) out[i] = 0;
     if (size.L < 2) return;
@@ -82,24 +89,46 @@ template <class S> struct Gates {
     g.ready[node] = 1;
   }
 
-  static void pack_all(const SequenceArgs& args, PackedGates& g, bool backward) {
+  static void pack_all(const SequenceArgs& args, PackedGates& g) {
+    for (i64 node = 0; node < Size<S>(args).inner(); ++node) pack(args, g, node);
+  }
+
+  // What the backward pass reads: gates of nodes that some sample activated and, where draws have a gradient, of all that
+  // could have been drawn.
+  static void pack_used(const SequenceArgs& args, PackedGates& g) {
     const Size<S> size(args);
     const int N = size.N(), P = size.P();
-    for (i64 node = 0; node < size.inner(); ++node) pack(args, g, node);
-    if (!backward) return;
+    const i64 num_inner = size.inner();
     const T* W = (const T*)args.inner;
-    T *inputs = (T*)g.inputs, *out = (T*)g.out;
-    for (i64 row = 0; row < size.inner() * (N + 1); ++row)
-      for (int k = 0; k < P; ++k) inputs[row * P + k] = k < N ? W[row * N + k] : 0;
-    for (i64 l = 0; l < size.inner() / N; ++l)
-      for (int k = 0; k < N; ++k)
-        for (int i = 0; i < P; ++i)
-          out[(l * N + k) * P + i] = i < N ? W[((l * N + i) * (N + 1) + N) * N + k] * S::log2_e : 0;
+    i64 last = -1;
+    for (i64 b = 0; b < args.batch; ++b)
+      for (i64 step = 0; step < args.num_active[b]; ++step) {
+        const i64 node = args.nodes[b * args.steps + step] - N;
+        last = node > last ? node : last;
+        if (node < 0 || node >= num_inner || g.ready[node]) continue;
+        pack(args, g, node);
+        if (args.estimator == NONE) continue;
+        T* inputs = (T*)g.inputs + node * (N + 1) * P;
+        for (int o = 0; o <= N; ++o)
+          for (int k = 0; k < P; ++k) inputs[o * P + k] = k < N ? W[(node * (N + 1) + o) * N + k] : 0;
+      }
+    if (args.estimator == NONE) return;
+    const i64 below = (last + N) / N * N + N, end = below < num_inner ? below : num_inner;  // candidates are one layer deeper
+    T* out = (T*)g.out;
+    for (i64 i = 0; !size.whole() && i < end * P; ++i) out[i] = 0;
+    for (i64 node = 0; node < end; ++node) {
+      if (!g.ready[node]) pack(args, g, node);
+      for (int k = 0; k < N; ++k) out[(node / N * N + k) * P + node % N] = W[(node * (N + 1) + N) * N + k] * S::log2_e;
+    }
   }
 
   // No logit of a gate exceeds its largest |W| times its firing rate. Below this limit no exponential over- or
   // underflows, and the softmax can do without its maximum.
   static constexpr T tame = sizeof(T) == 4 ? 60 : 500;
+  // The same of logits that are there, to the base of two.
+  static inline typename S::VI is_tame(typename S::V logits) {
+    return (logits < S::splat(tame * S::log2_e)) & (logits > S::splat(-tame * S::log2_e));
+  }
 
   static inline T largest(const T* W, i64 count) {
     T most = 0;

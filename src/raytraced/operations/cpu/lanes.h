@@ -26,6 +26,10 @@ template <typename T_, int W_> struct Lanes {
   // Rows are read by lane, too: both compilers let a vector alias its elements. may_alias would let it alias all else.
   static inline V load(const T* p) { return *(const V*)p; }
   static inline void store(T* p, V x) { *(V*)p = x; }
+  // The same for a row that lies anywhere.
+  typedef T Anywhere __attribute__((vector_size(sizeof(T_) * W_), aligned(sizeof(T_))));
+  static inline V load_any(const T* p) { return *(const Anywhere*)p; }
+  static inline void store_any(T* p, V x) { *(Anywhere*)p = x; }
   static inline V zero() { return V{}; }
   static inline V max(V a, V b) { return a > b ? a : b; }
 

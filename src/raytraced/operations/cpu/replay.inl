@@ -81,15 +81,23 @@ template <class S> struct Replay {
         }
         for (int w = 0; w < W; ++w) S::store(rows + w * P + v * W, logits[w]);
       }
-      if (sight)
+      bool is_careful = careful;
+      if (sight) {
+        typename S::VI tame = S::zero() == S::zero();
         for (int w = 0; w < in_group; ++w) {
           const T* seen = sight + ((i64)l * N + group * W + w) * (N + 1);
-          for (int o = 0; o < N; ++o) rows[w * P + o] += seen[o] * S::log2_e;
+          for (int v = 0; v < num_vectors; ++v) {
+            const V logits = S::load(rows + w * P + v * W) + size.load(seen, v) * S::log2_e;
+            S::store(rows + w * P + v * W, logits);
+            tame &= Gates<S>::is_tame(logits);
+          }
           logit_out[w] += seen[N] * S::log2_e;
         }
-      if (careful) lower(rows, logit_out, in_group);
+        is_careful = S::count(tame & Gates<S>::is_tame(logit_out)) < W;
+      }
+      if (is_careful) lower(rows, logit_out, in_group);
       V totals[W];
-      const V share_out = careful ? powers<true>(rows, logit_out, totals) : powers<false>(rows, logit_out, totals);
+      const V share_out = is_careful ? powers<true>(rows, logit_out, totals) : powers<false>(rows, logit_out, totals);
       const V scale = 1 / (S::sums(totals) + share_out);
       S::store(soft_out + slot * P + group * W, share_out * scale);
       alignas(sizeof(V)) T scales[W];
@@ -145,7 +153,7 @@ template <class S> struct Replay {
     for (i64 i = 0; i < (i64)L * P; i += W) S::store(on + i, S::zero());
     T total = 0;
     for (int i = 0; i < P; ++i) rates[i] = i < N ? entry[i] : 0, total += rates[i];
-    careful = sight != nullptr;
+    careful = false;
     for (int l = 0; l < L - 1; ++l) careful |= !(largest[l] * total < Gates<S>::tame);
     for (int l = 0; l < L; ++l) out[l] = 0, count[l] = 0, next[l] = l ? 1 + (int)((l - 1) * num_versions) : 0, slots[l] = -1;
     slots[0] = 0, depths[0] = 1, outputs[0] = 0;
@@ -185,31 +193,6 @@ template <class S> struct Replay {
     T total = 0;
     for (int m = 0; m < depths[step + 1]; ++m) total += out[m];
     outputs[step + 1] = total;
-  }
-
-  // All nodes of a sequence at once: the state under the final set alone, as that of step 0. Layers below the first empty
-  // one have neither candidates nor active nodes.
-  inline void settle(const i64* nodes, i64 num_active) {
-    const int L = size.L, N = size.N(), P = size.P();
-    for (i64 step = 0; step < num_active; ++step) {
-      const int l = (int)nodes[step] / N, i = (int)nodes[step] % N;
-      active[l * N + count[l]++] = i;
-      S::set(on + l * P, i, 1);
-    }
-    for (int l = 0; l < L - 1 && count[l]; ++l) {
-      const i64 below = slots[l + 1] = next[l + 1];
-      if (l) split(l, slots[l]);
-      for (int s = 0; s < count[l]; ++s) send(l, active[l * N + s], slots[l]);
-      for (int v = 0; v < size.vectors(); ++v) {
-        V sum = S::zero();
-        for (int s = 0; s < count[l]; ++s) sum += S::load(sent + ((i64)l * N + active[l * N + s]) * P + v * W);
-        S::store(rates + below * P + v * W, sum);
-      }
-      depths[0] = l + 2;
-    }
-    // `routing` reads the splits of every layer with candidates, active or not.
-    const int last = depths[0] - 1;
-    if (last && last < L - 1) split(last, slots[last]);
   }
 
   // Takes the newest node of layer l back out of the active set.

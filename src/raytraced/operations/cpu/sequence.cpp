@@ -36,12 +36,10 @@ struct Batch {
     return sequence_kernel_baseline(args);
   }
 
-  bool pack(bool all, bool backward) {
+  bool lay_out() {
     void* memory = scratch(GATES, kernel.packed_bytes(args));
-    if (!memory) return false;
-    kernel.lay_out(args, memory, gates);
-    if (all) kernel.pack_all(args, gates, backward);
-    return true;
+    if (memory) kernel.lay_out(args, memory, gates);
+    return memory;
   }
 
   long long end(long long index) const { return (index + 1) * range < args.batch ? (index + 1) * range : args.batch; }
@@ -58,7 +56,6 @@ struct Batch {
     void* memory = scratch(WORK, batch.kernel.backward_bytes(batch.args, batch.max_active));
     if (!memory) return batch.failed.store(true);
     char* gradient = batch.gradients + index * batch.gradient_bytes;
-    std::memset(gradient, 0, batch.gradient_bytes);
     batch.kernel.backward(batch.args, batch.gates, memory, gradient, batch.max_active, index * batch.range,
                           batch.end(index));
   }
@@ -73,7 +70,8 @@ extern "C" int raytraced_sequence_forward(const raytraced::SequenceArgs* args) {
   Batch batch(*args);
   // One thread packs a gate when a sample first needs it: few samples need few gates.
   const bool alone = args->threads <= 1 || batch.num_ranges <= 1;
-  if (!batch.pack(!alone, false)) return 1;
+  if (!batch.lay_out()) return 1;
+  if (!alone) batch.kernel.pack_all(*args, batch.gates);
   parallel(batch.num_ranges, args->threads, Batch::forward_range, &batch);
   return batch.failed;
 }
@@ -86,7 +84,8 @@ extern "C" int raytraced_sequence_backward(const raytraced::SequenceArgs* args) 
   batch.gradient_bytes = batch.kernel.gradient_bytes(*args);
   const long long num_gradients = batch.num_ranges ? batch.num_ranges : 1;
   batch.gradients = (char*)scratch(GRADIENTS, num_gradients * batch.gradient_bytes + 64);
-  if (!batch.gradients || !batch.pack(true, true)) return 1;
+  if (!batch.gradients || !batch.lay_out()) return 1;
+  batch.kernel.pack_used(*args, batch.gates);
   if (!batch.num_ranges) std::memset(batch.gradients, 0, batch.gradient_bytes);
   parallel(batch.num_ranges, args->threads, Batch::backward_range, &batch);
   if (batch.failed) return 1;

@@ -38,14 +38,15 @@ struct PackedGates {
 struct SequenceKernel {
   long long (*packed_bytes)(const SequenceArgs&);
   void (*lay_out)(const SequenceArgs&, void* memory, PackedGates&);
-  void (*pack_all)(const SequenceArgs&, PackedGates&, bool backward);
+  void (*pack_all)(const SequenceArgs&, PackedGates&);
+  void (*pack_used)(const SequenceArgs&, PackedGates&);
   long long (*forward_bytes)(const SequenceArgs&);
   void (*forward)(const SequenceArgs&, PackedGates&, void* scratch, long long begin, long long end);
   long long (*backward_bytes)(const SequenceArgs&, long long max_active);
   long long (*gradient_bytes)(const SequenceArgs&);
-  // Adds what the samples of one range give to `gradient`, which starts as zeros.
-  void (*backward)(const SequenceArgs&, const PackedGates&, void* scratch, void* gradient, long long max_active,
-                   long long begin, long long end);
+  // What the samples of one range give, into `gradient`.
+  void (*backward)(const SequenceArgs&, PackedGates&, void* scratch, void* gradient, long long max_active, long long begin,
+                   long long end);
   // Sums the ranges' gradients in their order into grad_first and grad_inner.
   void (*reduce)(const SequenceArgs&, const void* gradients, long long num_gradients);
 };

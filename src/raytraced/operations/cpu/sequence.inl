@@ -1,5 +1,6 @@
 // One instruction set's copy of the sequence kernel: a file that includes this names it in RAYTRACED_ISA.
 #include "sequence_backward.inl"
+#include "sequence_final.inl"
 #include "sequence_forward.inl"
 
 namespace raytraced {
@@ -16,19 +17,26 @@ template <class S> struct Entry {
     Forward<S> pass(args, gates, pieces);
     for (i64 b = begin; b < end; ++b) pass.run(b);
   }
-  static i64 gradient_bytes(const SequenceArgs& args) {
-    return GateGradient<S>(args, nullptr).count * (i64)sizeof(typename S::T);
+  static i64 gradient_bytes(const SequenceArgs& args) { return GateGradient<S>(args, nullptr).bytes; }
+  static i64 backward_bytes(const SequenceArgs& args, i64 max_active) {
+    return args.estimator == NONE ? Final<S>::bytes(args) : Backward<S>::bytes(args, max_active);
   }
-  static void backward(const SequenceArgs& args, const PackedGates& gates, void* scratch, void* gradient, i64 max_active,
-                       i64 begin, i64 end) {
+  static void backward(const SequenceArgs& args, PackedGates& gates, void* scratch, void* gradient, i64 max_active, i64 begin,
+                       i64 end) {
     Pieces pieces = {(char*)scratch};
-    Backward<S> pass(args, gates, pieces, gradient, max_active);
-    pass.prepare();
-    for (i64 b = begin; b < end; ++b) pass.run(b);
+    GateGradient<S>(args, gradient).start();
+    if (args.estimator == NONE) {
+      Final<S> pass(args, gates, pieces, gradient);
+      for (i64 b = begin; b < end; ++b) pass.run(b);
+    } else {
+      Backward<S> pass(args, gates, pieces, gradient, max_active);
+      pass.prepare();
+      for (i64 b = begin; b < end; ++b) pass.run(b);
+    }
   }
   static SequenceKernel kernel() {
-    return {Gates<S>::bytes,    lay_out,        Gates<S>::pack_all, Forward<S>::bytes, forward,
-            Backward<S>::bytes, gradient_bytes, backward,           reduce<S>};
+    return {Gates<S>::bytes, lay_out,        Gates<S>::pack_all, Gates<S>::pack_used, Forward<S>::bytes, forward,
+            backward_bytes,  gradient_bytes, backward,           reduce<S>};
   }
 };
 

@@ -5,26 +5,11 @@
 #include <cstring>
 
 #include "draws.inl"
+#include "gate_gradient.inl"
 #include "replay.inl"
 
 namespace raytraced {
 namespace RAYTRACED_ISA {
-
-// The gradient of the gates, in the layouts of PackedGates.
-template <class S> struct GateGradient {
-  typedef typename S::T T;
-  T *outlets, *out, *first, *first_out;
-  i64 count;  // of all numbers, which follow one another
-  GateGradient(const SequenceArgs& args, void* memory) {
-    const Size<S> size(args);
-    const i64 N = size.N(), P = size.P();
-    outlets = (T*)memory;
-    out = outlets + size.inner() * N * P;
-    first = out + size.inner() * P;
-    first_out = first + N * P;
-    count = first_out + P - outlets;
-  }
-};
 
 template <class S> struct Backward {
   typedef typename S::T T;
@@ -96,7 +81,7 @@ template <class S> struct Backward {
     } else {
       const T* rates = replay.rates + (i64)slot[l - 1] * P;
       const T* soft = replay.soft + (i64)slot[l - 1] * P * P;
-      T* rows = gradient.outlets + ((i64)(l - 1) * N + i) * N * P;
+      T* rows = gradient.rows((i64)(l - 1) * N + i);
       T* column = gradient.out + (i64)(l - 1) * N * P + i;
       for (int s = 0; s < replay.count[l - 1]; ++s) {
         const int k = replay.active[(l - 1) * N + s];
@@ -306,7 +291,6 @@ template <class S> struct Backward {
     grad_sight = args.grad_sight ? (T*)args.grad_sight + b * num_seen : nullptr;
     if (grad_sight) std::memset(grad_sight, 0, num_seen * sizeof(T));
     replay.start(b);
-    if (args.estimator == NONE) return run_final(b, nodes, num_active);
     for (i64 step = 0; step < num_active; ++step) replay.activate((int)nodes[step] / N, (int)nodes[step] % N, step);
 
     draw.row = args.rows ? (u64)args.rows[b] : (u64)b;
@@ -330,19 +314,6 @@ template <class S> struct Backward {
     for (int i = 0; i < N; ++i) entry[i] = grad_entry[i] + grad_first[i];
   }
 
-  // No gradient through the draws: one pass back through the routing under the final set.
-  void run_final(i64 b, const i64* nodes, i64 num_active) {
-    const int L = size.L, N = size.N(), P = size.P();
-    replay.settle(nodes, num_active);
-    for (int i = 0; i < P; ++i) grad_entry[i] = 0, grad_first[i] = 0;
-    arrive(grad_rates, (const T*)args.grad_rates, b);
-    routing(0, args.grad_output ? ((const T*)args.grad_output)[b] : 0, false);
-    for (int l = 0; l < L - 1; ++l)
-      for (int s = 0; s < replay.count[l]; ++s) flush(l, replay.active[l * N + s], 0);
-    T* entry = (T*)args.grad_entry + b * N;
-    for (int i = 0; i < N; ++i) entry[i] = grad_entry[i] + grad_first[i];
-  }
-
   // A sample's gradient (L, N) from outside, or zeros, with padding.
   inline void arrive(T* padded, const T* grad, i64 b) {
     const int L = size.L, N = size.N(), P = size.P();
@@ -350,28 +321,6 @@ template <class S> struct Backward {
       for (int i = 0; i < P; ++i) padded[l * P + i] = grad && i < N ? grad[(b * L + l) * N + i] : 0;
   }
 };
-
-template <class S> void reduce(const SequenceArgs& args, const void* gradients, i64 num_gradients) {
-  typedef typename S::T T;
-  const Size<S> size(args);
-  const i64 N = size.N(), P = size.P();
-  GateGradient<S> sum(args, (void*)gradients);
-  for (i64 g = 1; g < num_gradients; ++g) {
-    const T* part = sum.outlets + g * sum.count;
-    for (i64 i = 0; i < sum.count; i += S::W) S::store(sum.outlets + i, S::load(sum.outlets + i) + S::load(part + i));
-  }
-  if (size.L < 2) return;
-  T *first = (T*)args.grad_first, *inner = (T*)args.grad_inner;
-  for (i64 i = 0; i < N; ++i) {
-    for (i64 o = 0; o < N; ++o) first[i * (N + 1) + o] = sum.first[i * P + o];
-    first[i * (N + 1) + N] = sum.first_out[i];
-  }
-  for (i64 node = 0; node < size.inner(); ++node)
-    for (i64 o = 0; o <= N; ++o)
-      for (i64 k = 0; k < N; ++k)
-        inner[(node * (N + 1) + o) * N + k] =
-            o < N ? sum.outlets[(node * N + k) * P + o] : sum.out[(node / N * N + k) * P + node % N];
-}
 
 }  // namespace RAYTRACED_ISA
 }  // namespace raytraced

@@ -44,11 +44,10 @@ template <class S> struct Forward {
     return (i64)(u64)pieces.next;
   }
 
-  // How node i of layer l splits its firing rate, into its row of `sent`.
-  inline void split(int l, int i) {
+  // How node i of layer l splits its firing rate: the powers of its softmax, to its row; to the output node; and their sum.
+  inline V shares(int l, int i, T* row, V& share_out) {
     const int N = size.N(), P = size.P(), num_vectors = size.vectors();
     const T rate = rates[l * P + i];
-    T* row = sent + ((i64)l * N + i) * P;
     V logit_out;
     if (l == 0) {
       const T* first = (const T*)gates.first + i * P;
@@ -74,13 +73,20 @@ template <class S> struct Forward {
       }
       logit_out = S::splat(total * S::log2_e);
     }
+    bool is_tame = ((const T*)gates.largest)[l * N + i] * rate < Gates<S>::tame;
     if (sight) {
       const T* seen = sight + ((i64)l * N + i) * (N + 1);
-      for (int o = 0; o < N; ++o) row[o] += seen[o] * S::log2_e;
       logit_out += S::splat(seen[N] * S::log2_e);
+      typename S::VI tame = Gates<S>::is_tame(logit_out);
+      for (int v = 0; v < num_vectors; ++v) {
+        const V logits = S::load(row + v * W) + size.load(seen, v) * S::log2_e;
+        S::store(row + v * W, logits);
+        tame &= Gates<S>::is_tame(logits);
+      }
+      is_tame = S::count(tame) == W;
     }
-    V share_out, total = S::zero();
-    if (!sight && ((const T*)gates.largest)[l * N + i] * rate < Gates<S>::tame) {
+    V total = S::zero();
+    if (is_tame) {
       share_out = S::exp2(logit_out);
       for (int v = 0; v < num_vectors; ++v) S::store(row + v * W, S::exp2(S::load(row + v * W)));
     } else {
@@ -94,8 +100,16 @@ template <class S> struct Forward {
       if (!size.whole()) S::store(row + v * W, S::load(row + v * W) * S::load(inside + v * W));
       total += S::load(row + v * W);
     }
-    const V scale = rate / (S::sum(total) + share_out);
-    for (int v = 0; v < num_vectors; ++v) S::store(row + v * W, S::load(row + v * W) * scale);
+    return S::sum(total) + share_out;
+  }
+
+  // The same as what is sent, into the node's row of `sent`.
+  inline void split(int l, int i) {
+    const int P = size.P();
+    T* row = sent + ((i64)l * size.N() + i) * P;
+    V share_out;
+    const V total = shares(l, i, row, share_out), scale = rates[l * P + i] / total;
+    for (int v = 0; v < size.vectors(); ++v) S::store(row + v * W, S::load(row + v * W) * scale);
     sent_out[l * P + i] = (share_out * scale)[0];
   }
 
@@ -149,8 +163,10 @@ template <class S> struct Forward {
     }
   }
 
-  inline void start(const T* entry) {
+  inline void start(i64 b) {
     const int L = size.L, N = size.N(), P = size.P();
+    const T* entry = (const T*)args.entry + b * N;
+    sight = args.sight ? (const T*)args.sight + b * (L - 1) * N * (N + 1) : nullptr;
     for (i64 i = 0; i < (i64)L * P; i += W) {
       S::store(rates + i, S::zero()), S::store(probs + i, S::zero());
       S::store(open + i, S::splat(1));
@@ -164,8 +180,7 @@ template <class S> struct Forward {
 
   void run(i64 b) {
     const int L = size.L, N = size.N(), P = size.P(), M = L * N;
-    start((const T*)args.entry + b * N);
-    sight = args.sight ? (const T*)args.sight + b * (L - 1) * N * (N + 1) : nullptr;
+    start(b);
     draw.row = args.rows ? (u64)args.rows[b] : (u64)b;
     i64* nodes = args.nodes + b * args.steps;
     i64 step = 0;
