@@ -5,7 +5,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raytraced import PAPER, RaytracedExperts, operations, sequence
+from raytraced import PAPER, RaytracedExperts, build, operations, sequence
 from raytraced.layer import HiddenOnly
 
 LOOKS = {
@@ -93,6 +93,21 @@ def test_inference_asks_nothing_of_the_device():
             layer(torch.randn(6, 8))
 
     assert looks_of(answer) == []
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+@pytest.mark.parametrize("name", ["mre", "gpt-mre"])
+def test_a_whole_models_step_asks_nothing_of_the_device(name):
+    if name == "mre":
+        model, inputs = build(name, image_shape=(1, 8, 8), num_classes=10), torch.zeros(3, 1, 8, 8, dtype=torch.uint8)
+    else:
+        model, inputs = build(name, dim=8, hidden=8, num_heads=2, context=8), torch.arange(16).view(2, 8)
+
+    def step():
+        with operations.use(sequence="plain", experts="grouped"):
+            model(inputs).logits.square().sum().backward()
+
+    assert looks_of(step) == []
 
 
 def test_every_look_is_counted():

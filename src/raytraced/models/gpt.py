@@ -172,7 +172,7 @@ class GPT(Model):
             "rows": rows_B[:, None] * self.context + positions_T,
             "mask": None if mask is None else mask[:, start:],
         }
-        seen_BTS = who_is_seen(positions_T, mask)
+        seen_BTS = who_is_seen(positions_T, start, mask)
         vectors_BTD = tokens_BT if tokens_BT.is_floating_point() else self.embedding(tokens_BT)
         x_BTD, layers = vectors_BTD * self.embedding.embedding_dim**0.5, []
         for number, block in enumerate(self.blocks):
@@ -262,9 +262,12 @@ class GPT(Model):
             yield Drawn(token_B, out.num_experts[:, -1])
 
 
-def who_is_seen(positions_T: Tensor, mask_BS: Tensor | None) -> Tensor | None:
-    """Which tokens each may look at (B, T, S): those before it and itself, no padding; None where nothing needs saying."""
-    start, num = int(positions_T[0]) if len(positions_T) else 0, len(positions_T)
+def who_is_seen(positions_T: Tensor, start: int, mask_BS: Tensor | None) -> Tensor | None:
+    """Which tokens each may look at (B, T, S): those before it and itself, no padding; None where nothing needs saying.
+
+    Positions begin at `start`: to ask a GPU for the first of them would wait for all that it has to do.
+    """
+    num = len(positions_T)
     if mask_BS is None and (start == 0 or num == 1):
         return None
     seen_1TS = torch.ones(1, num, start + num, dtype=torch.bool, device=positions_T.device).tril(start)
