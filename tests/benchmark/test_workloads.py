@@ -79,7 +79,9 @@ def test_every_workload_of_the_table_has_its_function():
         assert callable((vars(model_workloads) | vars(layer_workloads) | vars(gpu_workloads))[name.replace("-", "_")])
 
 
-@pytest.mark.parametrize("name", [name for name in WORKLOADS if name not in ("gpu", "memory", "peers", "sequence")])
+@pytest.mark.parametrize(
+    "name", [name for name in WORKLOADS if name not in ("gpu", "memory", "peers", "sequence", "tokens")]
+)
 def test_a_workload_gives_ratios_of_named_contenders(name, bench, small):
     outcome = (vars(model_workloads) | vars(layer_workloads))[name.replace("-", "_")](bench)
     assert outcome.rows
@@ -97,7 +99,8 @@ def test_what_a_gpu_would_be_asked_runs_and_without_one_the_reason_is_told(bench
         torch, "bfloat16", torch.float32
     )  # some CPUs end the process where oneDNN multiplies in bfloat16
     outcome = gpu_workloads.on_device(bench, "cpu")
-    assert [row["ratio"] > 0 for row in outcome.rows] == [True] * 4
+    assert [row["ratio"] > 0 for row in outcome.rows] == [True] * 6
+    assert {"sequence, greedy, 2×4", "sequence, drawn, 2×4"} <= {row["what"] for row in outcome.rows}
     assert all(outcome.conditions.values())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (row,) = gpu_workloads.gpu(bench).rows
@@ -249,6 +252,40 @@ def test_a_peer_has_as_many_multiply_adds_as_ours():
     (step, *_) = peer_steps("mixture-of-experts", ExpertSize(16, 64))
     experts = step.run.owner.layers[0].experts
     assert experts.w1[0].numel() + experts.w2[0].numel() == 2 * 16 * 64
+
+
+def test_a_decoder_is_held_against_itself_with_other_feed_forward_parts(monkeypatch, bench):
+    def missing(size):
+        raise ImportError("No module named 'peer'")
+
+    linear = lambda size: (lambda: torch.nn.Linear(size.dim, size.dim), {"1 group": 1, "2 groups": 2})  # noqa: E731
+    monkeypatch.setattr(layer_workloads, "PEERS", {"linear": linear, "missing": missing})
+    monkeypatch.setattr(layer_workloads, "NUM_WINDOWS", 2)
+    rows = layer_workloads.tokens(bench).rows
+    whats = ["gpt-mre", "gpt-mre, reach 0", "gpt-mre", "gpt-mre"]
+    assert [row["what"] for row in rows] == whats
+    assert [row["against"].split(",")[0] for row in rows] == ["gpt-top-k", "gpt-top-k", "linear", "missing"]
+    assert [row.get("against_experts") for row in rows] == [16, 16, 16, None]  # two blocks of four layers, two of each
+    assert 0 < rows[1]["experts"] < rows[0]["experts"] == rows[2]["experts"]
+    assert all(row["ratio"] > 0 for row in rows[:3])
+    assert rows[3]["note"].startswith("not installed (")
+
+
+def test_a_peers_decoder_differs_from_ours_in_its_feed_forward_parts_alone():
+    batches = [None]
+    ours = layer_workloads.token_step(batches, "gpt-top-k").model
+    part = lambda: layer_workloads.PeerPart(lambda: torch.nn.Linear(96, 96), 2)  # noqa: E731
+    theirs = layer_workloads.token_step(batches, "gpt-top-k", part).model
+    rest = {name: tensor for name, tensor in theirs.state_dict().items() if ".layer." not in name}
+    expected = {name: tensor for name, tensor in ours.state_dict().items() if ".layer." not in name}
+    assert rest.keys() == expected.keys()
+    assert all(tensor.equal(expected[name]) for name, tensor in rest.items())
+    assert ours.blocks[0].layer.experts.widths == (layer_workloads.TOKEN.dim, layer_workloads.TOKEN.hidden, 96)
+    seen = torch.arange(6).view(1, 6)
+    hidden = theirs.blocks[0].norm_layer(theirs.embedding(seen))
+    out = theirs.blocks[0].layer(hidden)
+    torch.testing.assert_close(out.update, theirs.blocks[0].layer.stack(hidden[0])[None] - hidden)
+    assert theirs(seen).num_experts.tolist() == [[16] * 6]
 
 
 def test_a_layers_input_gets_a_gradient_and_its_weights_keep_none():

@@ -17,6 +17,7 @@ from raytraced.benchmark.results import Outcome
 from raytraced.benchmark.timing import Contender
 from raytraced.layer import RoutedLayer
 from raytraced.routing import RoutingNetwork
+from raytraced.sequence import Select
 
 GPU_GRIDS, GPU_BATCH = ((4, 8), (8, 16)), 4096
 
@@ -31,13 +32,15 @@ def gpu(bench: Bench) -> Outcome:
 def on_device(bench: Bench, device: str) -> Outcome:
     """The sequence for some grids, and a layer of costly experts in bfloat16."""
     pairs, equal = [], []
+    ways: tuple[tuple[Select, str], ...] = (("greedy", "greedy"), ("sample", "drawn"))
     for L, N in GPU_GRIDS:
         here = RoutingNetwork(L, N), torch.randn(GPU_BATCH, N, generator=seeded()).softmax(-1)
         there = RoutingNetwork(L, N).to(device), here[1].to(device)
         there[0].load_state_dict(here[0].state_dict())
-        fast = waiting(SequenceRun(*there).contender(f"sequence, {L}×{N}"), device)
-        core = SequenceRun(*here).contender(f"sequence, {L}×{N}, one core")
-        pairs += [(fast, forced(fast, "plain", sequence="plain")), (fast, core)]
+        for select, way in ways:
+            fast = waiting(SequenceRun(*there, select).contender(f"sequence, {way}, {L}×{N}"), device)
+            core = SequenceRun(*here, select).contender(f"sequence, {way}, {L}×{N}, one core")
+            pairs += [(fast, forced(fast, "plain", sequence="plain")), (fast, core)]
         equal.append(compare_sequences(*there))
     layer = raytraced_layer(COSTLY).to(device, torch.bfloat16)
     hidden_BD = torch.randn(GPU_BATCH, COSTLY.dim, generator=seeded()).to(device, torch.bfloat16)

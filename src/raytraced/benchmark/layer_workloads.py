@@ -1,4 +1,4 @@
-"""Workloads on the activation sequence and on single layers, among them layers of costly experts and of other libraries.
+"""Workloads on the activation sequence, on single layers and on a decoder of them; costly experts, other libraries' layers.
 
 Axes: B batch, L layers, N experts a layer, T steps, D width, G groups, S samples of a group (B = G·S).
 """
@@ -6,25 +6,38 @@ Axes: B batch, L layers, N experts a layer, T steps, D width, G groups, S sample
 import copy
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from raytraced import operations
-from raytraced.benchmark.model_workloads import BATCH_SIZE, STATES, Bench, plainly, seeded
+from raytraced.benchmark.model_workloads import (
+    BATCH_SIZE,
+    SEED,
+    STATES,
+    Bench,
+    TrainingStep,
+    plainly,
+    recipe,
+    seeded,
+)
 from raytraced.benchmark.results import Outcome
 from raytraced.benchmark.timing import Contender
 from raytraced.grid import run_dense
-from raytraced.layer import Call, HiddenOnly, RoutedLayer, routed_layer
+from raytraced.layer import Call, HiddenOnly, LayerOutput, RoutedLayer, routed_layer
 from raytraced.routers.raytraced import RaytracedExperts, activation_sequence
 from raytraced.routers.top_k import TopK
 from raytraced.routing import RoutingNetwork
-from raytraced.sequence import Estimator, Select
+from raytraced.sequence import Estimator, Route, Select
+from raytraced.tasks.table import find_task
+from raytraced.tasks.task import Batch
 
 NUM_LAYERS, NUM_EXPERTS = 4, 8
 GRIDS = ((2, 4), (2, 8), (4, 8), (4, 16), (8, 16), (8, 32))
 LIMIT_DIMS, PRODUCT = (16, 128, 512), 1024  # a square product of that size is as fast as a core gets
+TEXT, NUM_WINDOWS = "shakespeare", 16  # the bundled text; windows of a batch, of 128 bytes each
 
 
 class ExpertSize(NamedTuple):
@@ -37,7 +50,7 @@ class ExpertSize(NamedTuple):
         return f"{self.dim}→{self.hidden}→{self.dim}"
 
 
-NARROW, COSTLY = ExpertSize(16, 64), ExpertSize(512, 2048)
+NARROW, COSTLY, TOKEN = ExpertSize(16, 64), ExpertSize(512, 2048), ExpertSize(96, 192)
 
 
 class SequenceRun:
@@ -216,33 +229,92 @@ PEERS: dict[str, Callable[[ExpertSize], Peer]] = {
 }
 
 
-def peer_steps(name: str, size: ExpertSize) -> list[Contender] | str:
+# How the steps of a peer are made, one for each of its variants.
+Steps = dict[str, Callable[[], object]]
+
+
+def layer_steps(size: ExpertSize, layer: Callable[[], nn.Module], variants: dict[str, int]) -> Steps:
+    """Of its layers alone."""
+    stack = Stack(layer)
+    return {way: LayerStep(stack, size.dim, partial(stack, num_groups=num)) for way, num in variants.items()}
+
+
+def peer_steps(
+    name: str, size: ExpertSize, make_steps: Callable[..., Steps] = layer_steps, experts: int = 8
+) -> list[Contender] | str:
     """A step of a peer for each of its variants, all seen to run forward and backward at this size; else why not."""
     try:
-        layer, variants = PEERS[name](size)
-        stack = Stack(layer)
-        steps = {way: LayerStep(stack, size.dim, partial(stack, num_groups=num)) for way, num in variants.items()}
+        steps = make_steps(size, *PEERS[name](size))
         for step in steps.values():
             step()
     except ImportError as error:
         return f"not installed ({error}): pip install 'raytraced[bench]'"
     except Exception as error:  # whatever another library raises is the finding
         return f"{type(error).__name__}: {error}".splitlines()[0]
-    return [Contender(f"{name}, {variant}, {size}", step, experts=8) for variant, step in steps.items()]
+    return [Contender(f"{name}, {variant}, {size}", step, experts=experts) for variant, step in steps.items()]
+
+
+def against_peers(
+    bench: Bench, ours: Contender, size: ExpertSize, found: dict[str, list[Contender] | str], *pairs: Contender
+) -> list[dict[str, Any]]:
+    """Ours against each peer in its fastest variant, after the pairs (more of ours, each against the last one)."""
+    others = [one for ways in found.values() if not isinstance(ways, str) for one in ways]
+    timings = bench.time([ours, *pairs, *others])
+    rows = [timings.row(one, pairs[-1]) for one in (ours, *pairs[:-1]) if pairs]
+    for name, ways in found.items():
+        if isinstance(ways, str):
+            rows.append({"what": ours.name, "against": f"{name}, {size}", "ratio": None, "note": ways})
+        else:
+            rows.append(timings.row(ours, min(ways, key=timings.median)))
+    return rows
 
 
 def peers(bench: Bench) -> Outcome:
     rows: list[dict[str, Any]] = []
     for size in (NARROW, COSTLY):
         ours = Contender(f"ours, {size}", LayerStep(HiddenOnly(top2_layer(size)), size.dim), experts=8)
-        found = {name: peer_steps(name, size) for name in PEERS}
-        timings = bench.time([ours, *(one for ways in found.values() if not isinstance(ways, str) for one in ways)])
-        for name, ways in found.items():
-            if isinstance(ways, str):
-                rows.append({"what": ours.name, "against": f"{name}, {size}", "ratio": None, "note": ways})
-            else:
-                rows.append(timings.row(ours, min(ways, key=timings.median)))
+        rows += against_peers(bench, ours, size, {name: peer_steps(name, size) for name in PEERS})
     return Outcome(rows)
+
+
+class PeerPart(nn.Module):
+    """Four layers of a peer as the feed-forward part of a decoder's block; two experts of each run."""
+
+    def __init__(self, layer: Callable[[], nn.Module], num_groups: int) -> None:
+        super().__init__()
+        self.stack, self.num_groups = Stack(layer), num_groups
+
+    def forward(self, hidden: Tensor, **call: Any) -> LayerOutput:
+        ran = torch.full(hidden.shape[:-1], 2 * NUM_LAYERS)
+        out_BD = self.stack(hidden.flatten(0, -2), self.num_groups)
+        return LayerOutput(out_BD.view(hidden.shape), Route(ran, None, ran, None), given=hidden)
+
+
+def token_step(batches: list[Batch], model: str, layer: Callable[[], nn.Module] | None = None, **options: Any) -> Any:
+    """The training step of a byte decoder, perhaps with other feed-forward parts than its own."""
+    torch.manual_seed(SEED)
+    task = find_task(TEXT)
+    decoder: Any = task.build(model, task.load(TEXT), options)
+    if layer is not None:
+        for block in decoder.blocks:
+            block.layer = layer()
+    return TrainingStep(recipe(TEXT, model), decoder, cycle(batches))
+
+
+def tokens(bench: Bench) -> Outcome:
+    loader = find_task(TEXT).loader(find_task(TEXT).load(TEXT), "train", NUM_WINDOWS, {}, seed=SEED)
+    batches: list[Batch] = list(islice(loader.epoch(0), 8))
+    # Without reach fewer experts run at first: about as many as after training with it.
+    mre = token_step(batches, "gpt-mre").contender("gpt-mre")
+    fewer = token_step(batches, "gpt-mre", reach=0.0).contender("gpt-mre, reach 0")
+    top2 = token_step(batches, "gpt-top-k").contender("gpt-top-k")
+
+    def peer_decoders(size: ExpertSize, layer: Callable[[], nn.Module], variants: dict[str, int]) -> Steps:
+        ways = variants | ({"a window a group": NUM_WINDOWS} if len(variants) > 1 else {})
+        return {way: token_step(batches, "gpt-top-k", partial(PeerPart, layer, num)) for way, num in ways.items()}
+
+    found = {name: peer_steps(name, TOKEN, peer_decoders, round(top2.experts or 0)) for name in PEERS}
+    return Outcome(against_peers(bench, mre, TOKEN, found, fewer, top2))
 
 
 def core_limit(bench: Bench) -> Outcome:

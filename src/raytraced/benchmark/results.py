@@ -33,6 +33,7 @@ WORKLOADS = {
     "growth": "the activation sequence, batch 256, as the grid grows: against that of 4×8",
     "costly-experts": "experts 512→2048→512, batch 256: MRE against every expert on every row, and against top-2",
     "peers": "four layers of top-2, forward and backward, batch 256: ours against other libraries'",
+    "tokens": "a training step of a byte decoder, 16 windows of 128 bytes: MRE against top-2, and against other libraries'",
     "gpu": "on a GPU: the sequence's kernels and grouped experts, batch 4,096, against plain PyTorch there and one core",
     "core-limit": "MRE with experts D→4D→D: against its multiply-adds at the speed of a large matrix product",
 }
