@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+from pathlib import Path
 
 import httpx
 import jsonschema_rs
@@ -15,6 +16,7 @@ import raytraced
 from raytraced.cli import main
 from raytraced.serve.limits import Limits, RefusedError
 from raytraced.serve.schema import check, request_schemas
+from raytraced.tasks.images.loading import load as load_data
 from serve.conftest import in_base64, png, some_images
 
 DIGIT = some_images((1, 8, 8), 3)[1, 0].numpy()
@@ -92,6 +94,17 @@ def test_a_trace_is_the_stream_and_ends_in_the_answer(client):
     assert answer["probabilities"] == plain["probabilities"] == found[-1]["probabilities"]
     assert found[3]["nodes"] == found[-1]["nodes"][:3]
     assert np.shape(found[3]["rates"]) == (4, 8)
+
+
+@pytest.mark.data
+def test_the_example_of_the_page_is_what_is_answered(client):
+    page = (Path(__file__).parents[2] / "docs/serve.md").read_text()
+    told = page[page.index('"answers": [') :].split("\n```")[0]
+    image = load_data("mnist").test.images[0, 0].numpy()
+    (answer,) = ask(client, image=in_base64(png(image)), model="mre-mnist", max_ms=600_000)["answers"]
+    for name in ("label", "experts", "multiply_adds", "stop"):
+        assert f'"{name}": {json.dumps(answer[name])}' in told
+    assert f'"probability": {answer["probability"]:.6f}' in told
 
 
 def test_why_it_stopped(client):
@@ -196,9 +209,12 @@ def test_what_is_no_request_is_refused(client, body):
 
 
 def test_paths_methods_and_kinds(client):
-    assert refusal(client.get("/etc/passwd"))[:2] == (404, "path")
+    assert refusal(client.get("/etc/passwd")) == (
+        404, "path", "/etc/passwd: there is no such path; /openapi.json names them all",
+    )  # fmt: skip
     assert refusal(client.get("/../pyproject.toml"))[:2] == (404, "path")
-    assert refusal(client.get("/api/predict"))[:2] == (405, "method")
+    assert len(refusal(client.get(f"/{'x' * 5000}"))[2]) < 200
+    assert refusal(client.get("/api/predict")) == (405, "method", "GET /api/predict: must be POST")
     assert refusal(client.post("/api/predict", content=b"{}", headers={"content-type": "text/plain"}))[:2] == (
         415, "content-type",
     )  # fmt: skip

@@ -22,7 +22,7 @@ from raytraced.explore.page import make_page as page_of
 from raytraced.serve.answering import Answer, Asked, Delivery, check_asked
 from raytraced.serve.batching import Worker
 from raytraced.serve.guard import Guard, State
-from raytraced.serve.limits import Limits, RefusedError
+from raytraced.serve.limits import Limits, RefusedError, shown
 from raytraced.serve.models import Served
 from raytraced.serve.reading import find_model, read_body, read_inputs
 from raytraced.serve.schema import document, request_schemas
@@ -90,21 +90,20 @@ class Server:
 
         return understand() if len(body) <= SMALL else await asyncio.to_thread(understand)
 
-    def ask(self, given: dict[str, Any], served: Served, arrived: float, **more: Any) -> dict[str, Any]:
+    def ask(self, given: dict[str, Any], served: Served, request: Request, **more: Any) -> dict[str, Any]:
         """The options of `Asked` that a request's options stand for."""
         try:
             check_asked(served, **given, **more)
             sure, look = find_sure(given.get("sure"), served)
         except ValueError as error:
             raise RefusedError(422, "option", str(error)) from None
-        deadline = arrived + given["max_ms"] / 1000 - SENDING if "max_ms" in given else None
+        deadline = deadline_of(given, request)
         options = {name: given[name] for name in ("select", "seed", "max_experts") if name in given}
         return options | {"served": served, "deadline": deadline, "sure": sure, "look": look}
 
     async def predict(self, request: Request) -> Response:
-        arrived = perf_counter()
         given, served, inputs = await self.read(request)
-        options, trace = self.ask(given, served, arrived), given.get("trace", False)
+        options, trace = self.ask(given, served, request), given.get("trace", False)
         loop = asyncio.get_running_loop()
         answers: list[Answer] = [{} for _ in inputs]
         done: asyncio.Future[None] = loop.create_future()
@@ -138,13 +137,11 @@ class Server:
         return send_json({"model": served.name, "answers": answers})
 
     async def stream(self, request: Request) -> ASGIApp:
-        arrived = perf_counter()
         given, served, (inputs,) = await self.read(request)
-        options = self.ask(given, served, arrived, stream=True)
+        options = self.ask(given, served, request, stream=True)
         return Events(self.worker, lambda deliver: Asked(inputs=inputs, deliver=deliver, every=True, **options))
 
     async def generate(self, request: Request) -> ASGIApp:
-        arrived = perf_counter()
         given, served, (inputs,) = await self.read(request)
         try:
             check_asked(served, max_experts=given.get("max_experts"))
@@ -152,7 +149,7 @@ class Server:
             raise RefusedError(422, "option", str(error)) from None
         drawing = {name: given.get(name, value) for name, value in GENERATE.items()}
         drawing["length"] = min(drawing["length"], self.limits.tokens)
-        deadline = arrived + given["max_ms"] / 1000 - SENDING if "max_ms" in given else None
+        deadline = deadline_of(given, request)
         options: dict[str, Any] = {name: given[name] for name in ("seed", "max_experts") if name in given}
         options |= {"served": served, "deadline": deadline, "drawing": drawing}
         assert served.codec is not None
@@ -251,6 +248,12 @@ async def receive_body(request: Request, limits: Limits) -> bytes:
     return bytes(body)
 
 
+def deadline_of(given: dict[str, Any], request: Request) -> float | None:
+    """When a request's answer should leave, counted from its arrival."""
+    arrived: float = request.scope["arrived"]
+    return arrived + given["max_ms"] / 1000 - SENDING if "max_ms" in given else None
+
+
 def find_sure(sure: float | str | None, served: Served) -> tuple[tuple[float, ...] | None, str]:
     """How sure an answer must be at each look, and after what one looks."""
     look = "expert" if served.traced or served.codec else "layer"
@@ -284,9 +287,12 @@ async def refused(request: Request, error: RefusedError) -> Response:
 
 
 async def not_found(request: Request, error: HTTPException) -> Response:
-    rule = {404: "path", 405: "method"}.get(error.status_code, "request")
-    headers = dict(error.headers) if error.headers else None
-    return send_json(error_body(rule, f"{request.method}: {error.detail}"), error.status_code, headers)
+    headers = dict(error.headers or {})
+    rule, message = {
+        404: ("path", f"{shown(request.url.path)}: there is no such path; /openapi.json names them all"),
+        405: ("method", f"{request.method} {request.url.path}: must be {headers.get('Allow')}"),
+    }.get(error.status_code, ("request", error.detail))
+    return send_json(error_body(rule, message), error.status_code, headers)
 
 
 async def failed(request: Request, error: Exception) -> Response:

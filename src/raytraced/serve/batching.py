@@ -18,7 +18,8 @@ import torch
 
 from raytraced.serve.answering import Asked, Delivery, answer
 
-TURN = 0.01  # seconds of steps, then those who arrive and leave have theirs
+TURN = 0.01  # seconds of steps, at most, then those who arrive and leave have theirs
+PASSES = 5  # of the event loop, that a request takes until it waits here, or an answer until it has left
 
 
 @dataclass(eq=False)
@@ -53,13 +54,13 @@ class Worker:
         while True:
             until = perf_counter() + TURN
             while (run := self.take()) is not None:
-                self.step(run)
-                if perf_counter() > until:
+                if self.step(run) or perf_counter() > until:
                     break
             if run is None:
                 self.submitted.clear()
                 await self.submitted.wait()
-            else:
+                continue
+            for _ in range(PASSES):  # with steps between them each would cost a deadline a whole turn
                 await asyncio.sleep(0)
 
     def take(self) -> Run | None:
@@ -87,19 +88,20 @@ class Worker:
         return rows
 
     @torch.inference_mode()
-    def step(self, run: Run) -> None:
-        """One step of a run; an error ends all of its rows, and no others."""
+    def step(self, run: Run) -> bool:
+        """One step of a run, and whether it gave anything to send; an error ends all of its rows, and no others."""
         try:
             delivered = next(run.steps, None)
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             self.deliver([(one, error, True) for one in run.asked])
-            return
+            return True
         if delivered is None:
-            return
+            return False
         self.saw_batch(len(run.asked))
         self.deliver(delivered)
         done = {id(one) for one, _, last in delivered if last}
         run.asked = [one for one in run.asked if id(one) not in done and not one.gone]
         if run.asked:
             self.going.append(run)
+        return bool(delivered)
