@@ -304,7 +304,7 @@ def sure_figure(results: Results, shown: list[str]) -> Figure:
         shares = {num: 100 * images / total for num, (images, _) in counts.items() if images >= LEAST_SHARE * total}
         below.bar(list(shares), list(shares.values()), color=SKY, width=0.8, label="share of images")
         right = [100 * counts[num][1] / counts[num][0] for num in shares]
-        below.plot(list(shares), right, color=ORANGE, marker="s", markersize=4, label="right, of these")
+        below.plot(list(shares), right, color=INK, marker="D", markersize=4, label="right, of these")
         below.set(xlabel="experts that MRE ran", ylabel="images (%)" if data == shown[0] else "", ylim=(0, 103))
 
     title = "Stopping when sure, thresholds from validation images; below, how many experts ran and how often they were right"
