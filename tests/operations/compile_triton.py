@@ -1,18 +1,26 @@
-"""Compiles the sequence's Triton kernels for GPUs that need not be there: `python compile_triton.py` prints what each one takes.
+"""Compiles the sequence's Triton kernels for GPUs that need not be there: `python compile_triton.py` prints docs/gpu.md's tables.
 
-One line a kernel: registers of a thread, bytes of them that spill to memory, shared memory of a program.
+Of each kernel and GPU: registers of a thread / bytes of them that spill to memory / shared memory of a program.
 """
 
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 GRIDS = ((2, 4), (4, 8), (4, 16), (8, 16), (8, 32), (8, 64))
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+_GREEDY = {"DRAWN": False, "HAS_ROWS": False, "SEES": True}
+# What kernels are compiled for where it differs from a drawn sequence with reinmax.
+KERNELS: dict[str, dict[str, dict[str, Any]]] = {
+    "Greedy, without draws' gradients, gates that see the input": {
+        "forward": _GREEDY,
+        "backward": _GREEDY | {"ESTIMATOR": 3, "HAS_ACTIVE": False},
+    },
+    "Drawn, with reinmax": {"forward": {}, "backward": {}},
+}
 _POINTERS = {"seed": "*i64", "rows": "*i64", "nodes": "*i64", "num_active": "*i64", "temperature": "*fp64"}
 
 
@@ -69,21 +77,24 @@ def _read_cubin(cubin: bytes) -> tuple[int, int]:
     return int(re.findall(r"REG:(\d+)", text)[0]), int(re.findall(r"STACK:(\d+)", text)[0])
 
 
-def main() -> None:
-    os.environ.pop("TRITON_INTERPRET", None)
-    print("| kernel | grid | rows, warps | target | registers | spilled bytes | shared bytes |")
-    print("|---|---|---|---|---:|---:|---:|")
+def line(kernels: str, name: str, grid: tuple[int, int]) -> str:
+    """One kernel of a grid on all targets, a row of the table."""
     from raytraced.operations.triton_sequence import launch
 
-    targets = sys.argv[1:] or list(TARGETS)
-    for name in ("forward", "backward"):
-        for L, N in GRIDS:
-            for target in targets:
-                size, one = launch(L, N), compile_kernel(name, (L, N), target)
-                print(
-                    f"| {name} | {L}×{N} | {size.R}, {size.num_warps} | {target} | {one.registers} | {one.spilled} | {one.shared} |",
-                    flush=True,
-                )
+    size, (L, N) = launch(*grid), grid
+    found = [compile_kernel(name, grid, target, **KERNELS[kernels][name]) for target in TARGETS]
+    cells = (f"{one.registers} / {one.spilled} / {one.shared}" for one in found)
+    return f"| {name} | {L}×{N} | {size.R}, {size.num_warps} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    for kernels in KERNELS:
+        print(f"\n{kernels}:\n\n| kernel | grid | rows, warps | {' | '.join(TARGETS)} |")
+        print("|---|---|---|" + "---:|" * len(TARGETS))
+        for name in ("forward", "backward"):
+            for grid in GRIDS:
+                print(line(kernels, name, grid), flush=True)
 
 
 if __name__ == "__main__":

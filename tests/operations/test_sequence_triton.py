@@ -70,6 +70,16 @@ def test_large_grids_agree(num_layers, num_experts):
     agree(num_layers, num_experts, 2, max_experts=8, select="greedy")
 
 
+@pytest.mark.parametrize(("num_layers", "num_experts"), [(4, 8), (8, 32), (8, 64)])
+def test_todays_defaults_agree(num_layers, num_experts):
+    agree(num_layers, num_experts, 2, max_experts=8, select="greedy", estimator="none", sees=True)
+
+
+@pytest.mark.parametrize(("estimator", "select"), list(product(ESTIMATORS, SELECTS)))
+def test_gates_that_see_the_input_agree_with_the_plain_path(estimator, select):
+    agree(4, 8, 3, max_experts=5, estimator=estimator, select=select, sees=True)
+
+
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     num_layers=st.integers(1, 4),

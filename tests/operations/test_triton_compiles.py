@@ -2,10 +2,11 @@
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from operations.compile_triton import TARGETS, compile_kernel
+from operations.compile_triton import KERNELS, TARGETS, compile_kernel, line
 
 pytestmark = [
     pytest.mark.skipif(
@@ -25,6 +26,7 @@ pytestmark = [
         ("backward", {"ESTIMATOR": 0}),
         ("backward", {"ESTIMATOR": 2, "SEES": True}),
         ("backward", {"ESTIMATOR": 3, "DRAWN": False, "HAS_ACTIVE": False}),
+        ("backward", {"ESTIMATOR": 3, "DRAWN": False, "HAS_ACTIVE": False, "SEES": True}),
     ],
 )
 def test_the_kernels_compile_without_a_device_and_keep_to_registers(target, name, options):
@@ -47,3 +49,11 @@ def test_the_kernels_compile_without_a_device_and_keep_to_registers(target, name
 )
 def test_odd_sizes_compile(name, grid, options):
     assert compile_kernel(name, grid, "sm_90", **options).registers
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_the_page_has_what_the_compiler_says_of_a_small_grid(kernels, name):
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    table = page.partition(f"{kernels}:")[2].partition("\n\n|")[2].partition("\n\n")[0]
+    assert line(kernels, name, (2, 4)) in table.splitlines()
