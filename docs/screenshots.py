@@ -73,7 +73,7 @@ def main() -> None:
     strip = Image.new("RGB", (SHOWN[0], SHOWN[1] * 3))
     for number, index in enumerate((0, len(frames) // 2, len(frames) - 1)):
         strip.paste(frames[index][0], (0, SHOWN[1] * number))
-    palette = strip.quantize(COLOURS, Image.Quantize.MAXCOVERAGE)
+    palette = strip.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, kmeans=3)  # else greys turn blue
     pictures = [picture.quantize(palette=palette, dither=Image.Dither.NONE) for picture, _ in frames]
     times = [milliseconds for _, milliseconds in frames]
     path = HERE / "explore.gif"

@@ -76,7 +76,7 @@ function openImages() {
     : "Choose a test image; or upload, drop or paste one of your own.";
   const wrong = gallery.filter(({ label, answer }) => label !== answer).length;
   $("gallery-hint").textContent = gallery.length
-    ? `Chosen: ${gallery.length - wrong} right answers, ${wrong} wrong ones ✗`
+    ? `Chosen: ${gallery.length - wrong} right, ${wrong} wrong ✗`
     : "None: the data set was not at hand when this page was made.";
   $("gallery").replaceChildren(...gallery.map((_, i) => thumb(i)));
 }
