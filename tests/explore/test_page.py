@@ -321,7 +321,7 @@ def test_a_phone_is_wide_enough(visit, address):
     assert all(left >= 0 and right <= 360 for left, right in boxes)
 
 
-@pytest.mark.parametrize("width", [360, 900, 1280, 1920])
+@pytest.mark.parametrize("width", [360, 900, 1200, 1920])
 @pytest.mark.parametrize("address", ["#m=mre-digits", "#m=colours", "#m=plays"])
 def test_every_part_is_as_wide_as_what_it_holds(visit, address, width):
     page = visit(address, width=width)
@@ -329,6 +329,9 @@ def test_every_part_is_as_wide_as_what_it_holds(visit, address, width):
     assert page.locator("section").evaluate_all(over) == []
     left = "(name) => document.querySelector(name).getBoundingClientRect().left"
     assert page.evaluate(left, "header") == page.evaluate(left, "main")
+    assert page.locator("#seed").bounding_box()["y"] == pytest.approx(
+        page.locator("#another").bounding_box()["y"], abs=1
+    )
 
 
 def test_the_answer_stands_beside_the_drawing_where_it_would_be_below_the_fold(visit):
