@@ -10,6 +10,11 @@ def require(holds: bool, name: str, value: object, rule: str) -> None:
         raise ValueError(f"{name}={value}: {rule}")
 
 
+def check_seed(seed: int) -> None:
+    """Refuse a seed that generators do not take."""
+    require(0 <= seed < 2**63, "seed", seed, "must lie in 0 … 2**63 - 1")
+
+
 def require_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
     """Refuse a word that is not one of those allowed."""
     allowed = tuple(allowed)

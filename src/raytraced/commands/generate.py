@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from raytraced.commands.training import find_source
+from raytraced.words import check_seed
 
 if TYPE_CHECKING:
     from raytraced.models.gpt import GPT
@@ -46,6 +47,7 @@ def generate(
     """
     if length < 0:
         raise ValueError(f"length={length}: must not be negative")
+    check_seed(seed)
     source = find_source(run, output, weights)
     from raytraced.models.gpt import GPT
     from raytraced.saving import load

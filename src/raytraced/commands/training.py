@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from raytraced.training.config import PRIVATE_FIELDS, TrainConfig
 from raytraced.training.run_folder import RunFolder, list_runs, open_run
-from raytraced.words import require
+from raytraced.words import check_seed, require
 
 if TYPE_CHECKING:
     from raytraced.models.output import Model
@@ -68,14 +68,13 @@ def resume(
     if is_complete and "epochs" not in changes:
         print(complete)
         return 0
+    told = {name: {"from": getattr(config, name), "to": value} for name, value in changes.items()}
     if changes:
-        told = {name: {"from": getattr(config, name), "to": value} for name, value in changes.items()}
         config = replace(config, **changes)
         done = len(folder.read_metrics())
         require(config.epochs > done, "epochs", config.epochs, f"must be more than the {done} that are done")
-        folder.add_continuation(config, told)
     config = replace(config, quiet=quiet, device=device or config.device, threads=threads or config.threads)
-    return _run(config, folder)
+    return _run(config, folder, told)
 
 
 def _started_config(run: RunFolder) -> TrainConfig:
@@ -130,6 +129,7 @@ def evaluate(
         json: Print JSON in place of tables.
     """
     require(batch_size >= 1, "batch_size", batch_size, "must be at least 1")
+    check_seed(seed)
     source = find_source(run, output, weights)
     from raytraced.training.evaluation import evaluate as evaluate_on
     from raytraced.training.objective import Objective
@@ -191,7 +191,7 @@ def calibrate(
         output: Folder that run folders are in.
         json: Print JSON in place of a table.
     """
-    source = find_source(run, output, "last")
+    source = find_source(run, output)
     from rich.console import Console
 
     from raytraced.saving import PRETRAINED, find_model_file, save
@@ -286,6 +286,9 @@ def runs(output: str = "runs", json: bool = False) -> None:
             rows.append(run_row(run))
         except (ValueError, OSError) as error:  # one bad folder must not hide the others
             print(f"raytraced: {run.path}: left out: {error}", file=sys.stderr)
+        except (LookupError, TypeError, AttributeError) as error:
+            told = f"summary.json or metrics.jsonl is not what training wrote ({type(error).__name__}: {error})"
+            print(f"raytraced: {run.path}: left out: {told}", file=sys.stderr)
     if json:
         for row in rows:
             print(dumps(row))
@@ -326,13 +329,13 @@ def compare(runs: list[str], output: str = "runs", picture: str = "compare.png")
     print(path)
 
 
-def find_source(run: str, output: str, weights: str = "last") -> str:
-    """A file, a run or a shipped model's name, as what raytraced.load takes."""
+def find_source(run: str, output: str, weights: str | None = None) -> str:
+    """A file, a run or a shipped model's name, as what raytraced.load takes; weights None: there is no such option."""
     shipped = Path(__file__).parent.parent / "pretrained" / f"{run}.safetensors"
     if Path(run).is_file() or (not Path(run).exists() and shipped.is_file()):
         return run
     for path in (Path(run), Path(output) / run):
-        if weights == "last" and (path / "model.safetensors").is_file():
+        if weights != "best" and (path / "model.safetensors").is_file():
             return str(path)
     folder = open_run(run, output)
     if weights == "best" and not folder.best.is_file():
@@ -341,12 +344,13 @@ def find_source(run: str, output: str, weights: str = "last") -> str:
         return str(folder.best)
     process = folder.writer()
     state = "is not over" if process is None else f"is being trained by process {process}"
-    remedy = f"`raytraced resume {folder.path}` goes on, " if process is None else ""
-    raise ValueError(f"{folder.path}: {state}; {remedy}--weights best takes the best epoch so far")
+    remedies = [f"`raytraced resume {folder.path}` goes on" if process is None else "wait for it"]
+    remedies += [] if weights is None else ["--weights best takes the best epoch so far"]
+    raise ValueError(f"{folder.path}: {state}; {', '.join(remedies)}")
 
 
-def _run(config: TrainConfig, folder: RunFolder | None) -> int:
-    """Train, and say how it ended; the last line is the run folder."""
+def _run(config: TrainConfig, folder: RunFolder | None, changes: dict[str, Any] | None = None) -> int:
+    """Train, or go on with changes, and say how it ended; the last line is the run folder."""
     if config.precision == "bfloat16":
         # some CPUs advertise AMX without being able to use it: bf16 products would end the process. Before torch loads.
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -357,7 +361,7 @@ def _run(config: TrainConfig, folder: RunFolder | None) -> int:
 
     leads = os.environ.get("RANK", "0") == "0"
     try:
-        run = run_training(config, folder, make_reporter(config.quiet))
+        run = run_training(config, folder, make_reporter(config.quiet), changes=changes)
     except Interrupted as stop:
         if leads:
             if not config.quiet:

@@ -33,6 +33,8 @@ def find_task(data: str) -> "Task[Any]":
     if data not in known and not path.exists():
         moved = "if it has moved, say where with --data" if path.is_absolute() else did_you_mean(data, known)
         raise ValueError(f"data={data}: no such data set, nor such a path; {moved}")
+    if data not in known and path.is_dir() and not any(one.is_file() for one in path.rglob("*")):
+        raise ValueError(f"data={data}: the folder holds no files; see docs/data.md for what it may hold")
     # the last first: images take every folder
     takers = (info for info in reversed(TASKS.values()) if _import(info.takes)(path))
     takes = known.get(data) or next(takers, None)
@@ -56,6 +58,8 @@ def catalog() -> "dict[str, Entry]":
 
 def named_task(name: "str | TaskInfo") -> "Task[Any]":
     """A task itself."""
+    if isinstance(name, str) and name not in TASKS:
+        raise ValueError(f"task={name}: no such task; {did_you_mean(name, TASKS)}")
     info = TASKS[name] if isinstance(name, str) else name
     task: Task[Any] = _import(info.task)()
     return task

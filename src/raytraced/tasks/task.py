@@ -68,6 +68,8 @@ class Task(ABC, Generic[D]):
     """whether more of it is better"""
     family: ClassVar[str | None] = None
     """of its models (see models/table.py), where they are all of one"""
+    measured: ClassVar[tuple[str, ...]] = ()
+    """the entries of its spec that are figures of the data: more data of the same kind may change them"""
     formats: ClassVar[dict[str, str]]
     """the figures that progress and tables show, and how each is written"""
 

@@ -70,6 +70,8 @@ def look_at_all(model: Model, task: Task, data: Data, split: str, look: LookAt, 
     for batch in loader.epoch(0):
         columns: list[list[Tensor]] = []
         for out in answers_until_sure(model.looks(batch.inputs, look), 1.0):
+            if not bool(out.logits.isfinite().all()):
+                raise ValueError(f"{model.name}: its answers are not finite: the weights diverged, or are damaged")
             noted = task.columns(out.logits.float(), batch)
             require("confidence" in noted, "task", task.name, "its answers are not one of several, none can be sure")
             cost = sample_cost(model, batch.inputs, out)

@@ -31,6 +31,7 @@ from raytraced.training.run_folder import RunFolder, create_run_folder
 from raytraced.training.state import (
     State,
     Totals,
+    check_same_data,
     diverged,
     epoch_metrics,
     make_checkpoint,
@@ -45,13 +46,17 @@ EVALUATION_BATCH = 1000
 
 
 def train(
-    config: TrainConfig, run: RunFolder | None = None, reporter: Reporter | None = None, pictures: bool = True
+    config: TrainConfig,
+    run: RunFolder | None = None,
+    reporter: Reporter | None = None,
+    pictures: bool = True,
+    changes: dict[str, Any] | None = None,
 ) -> RunFolder:
-    """Train as configured and return the run folder; with `run`, go on with that one."""
+    """Train as configured and return the run folder; with `run`, go on with that one, and note there what `changes`."""
     with join_world(config.device) as world, listen() as request, ExitStack() as held:
         reporter = reporter if reporter is not None and world.leads else Reporter()
         try:
-            return _train(config, run, world, request, held, reporter, pictures)
+            return _train(config, run, world, request, held, reporter, pictures, changes)
         except Interrupted as stop:
             # the frames in its traceback hold what must go before the process group does, or that waits for ever
             interruption = stop.with_traceback(None)
@@ -68,6 +73,7 @@ def _train(
     held: ExitStack,
     reporter: Reporter,
     pictures: bool,
+    changes: dict[str, Any] | None,
 ) -> RunFolder:
     if begun is not None:  # two processes must never write one run
         world.from_leader(partial(held.enter_context, begun.writing()))
@@ -114,8 +120,12 @@ def _train(
         run = begun
         checkpoint, problems = world.from_leader(partial(newest_checkpoint, run.last))
         if checkpoint is not None:
+            for difference in check_same_data(task, checkpoint.state.get("spec", {}), card.spec, config.data):
+                reporter.warn(difference)
             state = restore_state(checkpoint, model, optimizer, totals)
         if world.leads:
+            if changes:  # not before: what cannot go on leaves the run as it was
+                run.add_continuation(config, changes)
             for problem in problems:
                 reporter.warn(f"{problem}; the checkpoint before it is used")
             run.write_metrics(state.history)
@@ -125,7 +135,7 @@ def _train(
 
     def save() -> float:
         """Write a checkpoint: every process gives its part, the leader writes."""
-        checkpoint = make_checkpoint(config, model, optimizer, totals, state)
+        checkpoint = make_checkpoint(config, card.spec, model, optimizer, totals, state)
         world.from_leader(partial(save_checkpoint, run.last, checkpoint))
         return time.monotonic()
 
@@ -133,7 +143,9 @@ def _train(
         if signal_number:
             raise Interrupted(signal_number, state.step, run.path)
 
-    if config.batch_size > len(data.train) and world.leads:
+    if (
+        config.batch_size > len(data.train) and len(loader) == 1 and world.leads
+    ):  # texts are drawn from as often as asked
         told = f"there are only {len(data.train)} training samples, all in one batch"
         reporter.warn(f"batch_size={config.batch_size}: {told}")
     reporter.start(task.formats, config.epochs, len(loader), state.epoch, state.batch)

@@ -51,7 +51,7 @@ class RunFolder:
     def read_summary(self) -> dict[str, Any] | None:
         """What came out, or None while the run is not over."""
         path = self.path / "summary.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        return parse_json(path, path.read_text(encoding="utf-8")) if path.exists() else None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Its presence is what marks a run as finished, so it is written last."""
@@ -103,10 +103,18 @@ class RunFolder:
         """A last line that a crash cut short is left out."""
         path = self.path / name
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [parse_json(path, line) for line in lines if line.endswith("\n")]
 
     def _write_lines(self, name: str, lines: Sequence[dict[str, Any]]) -> None:
         write_file(self.path / name, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def parse_json(path: Path, text: str) -> Any:
+    """What a file's text says; where it is no JSON, the file is named."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: is not what training wrote ({error})") from None
 
 
 def create_run_folder(config: TrainConfig, started: str) -> RunFolder:

@@ -147,13 +147,19 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def make_checkpoint(
-    config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, totals: Totals, state: State
+    config: TrainConfig,
+    spec: dict[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    totals: Totals,
+    state: State,
 ) -> Checkpoint:
     """All that a run needs to go on bit by bit; every process gives its part."""
     parts = {"model": optim.model_tensors(model), "optimizer": optim.optimizer_tensors(model, optimizer)}
     parts |= {"totals": totals.reduced()}
     tensors = {f"{part}/{name}": tensor for part, own in parts.items() for name, tensor in own.items()}
-    rest = asdict(state) | {"config": asdict(config)}  # so that an edited config.yaml cannot change the run in silence
+    # so that neither an edited config.yaml nor other data can change the run in silence
+    rest = asdict(state) | {"config": asdict(config), "spec": spec}
     return Checkpoint(rest.pop("step"), tensors, rest)
 
 
@@ -168,8 +174,18 @@ def restore_state(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.opt
     # the sums were taken over all processes: one of them goes on with them
     share = 1.0 if totals.world.leads else 0.0
     totals.sums = {name: tensor.to(totals.world.device) * share for name, tensor in parts["totals"].items()}
-    kept = {name: value for name, value in checkpoint.state.items() if name != "config"}
+    kept = {name: value for name, value in checkpoint.state.items() if name not in ("config", "spec")}
     return State(step=checkpoint.step, **kept)
+
+
+def check_same_data(task: Task, begun: dict[str, Any], now: dict[str, Any], data: str) -> list[str]:
+    """Refuse to go on with other classes, shapes or tokens than a run began with; tells what else is not the same."""
+    other = [name for name, value in begun.items() if json.dumps(value) != json.dumps(now.get(name))]
+    if kinds := [name for name in other if name not in task.measured]:
+        remedy = "say with --data where that data lies, or train anew"
+        raise ValueError(f"data={data}: has another {' and '.join(kinds)} than the run began with; {remedy}")
+    told = f"data={data}: is not what the run began with ({', '.join(other)} differ); it goes on with what is there now"
+    return [told] if other else []
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from raytraced.training.config import TrainConfig, write_config
 from raytraced.training.interrupt import Interrupted
 from raytraced.training.loop import train
 from raytraced.training.objective import Objective
+from raytraced.training.reporter import Reporter
 from raytraced.training.run_folder import RunFolder, create_run_folder
 from training.runs import assert_same_run
 from training.test_distributed import torchrun
@@ -70,6 +71,17 @@ def test_it_learns_is_evaluated_and_goes_on_where_it_was_stopped(config, tmp_pat
     (tmp_path / "other.txt").write_bytes(b"\xff\xfe is no UTF-8, and is fine. " * 40)
     assert main(["evaluate", str(run.path), "--data", str(tmp_path / "other.txt")]) == 0
     assert main(["runs", "--output", str(tmp_path)]) == 0
+
+
+def test_a_batch_of_more_windows_than_a_short_text_has_is_no_mistake(config, tmp_path):
+    class Warned(Reporter):
+        def warn(self, text):
+            raise AssertionError(text)
+
+    (tmp_path / "short.txt").write_bytes(b"Sing, goddess, the anger of Peleus' son. " * 9)
+    data = {"data": str(tmp_path / "short.txt"), "data_options": config.data_options | {"steps": 2}}
+    run = train(replace(config, **data, batch_size=30, epochs=1), reporter=Warned())
+    assert run.read_metrics()[-1]["step"] == 2  # each of 30 windows, of which the text has 21 that do not overlap
 
 
 def test_two_shares_of_a_batch_have_the_gradient_of_the_whole(config):

@@ -32,6 +32,7 @@ class ImageTask(Task[Dataset]):
     name = "images"
     family = ""
     better = "accuracy"
+    measured = ("mean", "std")
     formats = {"accuracy": ".2%"}  # noqa: RUF012
 
     def load(self, data: str, root: str | None = None, **options: Any) -> Dataset:
@@ -145,6 +146,8 @@ class ImageTask(Task[Dataset]):
         images = torch.stack([torch.from_numpy(image) for image in read])
         with torch.no_grad():
             out = model(images.to(next(model.parameters()).device), **asked)
+        if not bool(out.logits.isfinite().all()):
+            raise ValueError(f"{model.name}: its answers are not finite: the weights diverged, or are damaged")
         probs_BK, answers_BK = out.logits.float().softmax(-1).topk(top)
         if picture is not None:
             from raytraced.tasks.images.sequences import draw_traces, has_sequences, trace
