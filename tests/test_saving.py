@@ -64,6 +64,8 @@ def test_a_model_that_nobody_could_build_again_is_not_saved(tmp_path):
     model.card = None
     with pytest.raises(ValueError, match=r"Classifier: has no card; only a model made by raytraced\.build or load"):
         raytraced.save(model, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="Linear: has no card"):
+        raytraced.save(torch.nn.Linear(2, 2), tmp_path / "model.safetensors")
     assert not list(tmp_path.iterdir())
 
 
@@ -107,6 +109,13 @@ ODD_CARDS = {
     "a list": ([GOOD], "its card is list, not a table of names and values"),
     "odd model": (GOOD | {"model": 3}, "its card's model is 3, of the wrong kind"),
     "odd options": (GOOD | {"options": [1, 2]}, r"its card's options is \[1, 2\], of the wrong kind"),
+    "odd task": (GOOD | {"task": 5}, "its card's task is 5, of the wrong kind"),
+    "odd data options": (GOOD | {"training": {"data_options": 5}}, "its card's training has data_options of the wrong"),
+    "odd calibration": (GOOD | {"calibration": {"sure": "x", "look": "layer"}}, "its card's calibration is .*'sure': 'x'"),
+    "half a calibration": (GOOD | {"calibration": {"sure": 0.9}}, "its card's calibration is .* without a probability"),
+    "numbers for classes": (GOOD | {"spec": SPEC | {"class_names": [1, 2, 3]}}, r"class_names=\[1, 2, 3\]: must be a list of words"),
+    "one word for classes": (GOOD | {"spec": SPEC | {"class_names": "abc"}}, "class_names=abc: must be a list of words"),
+    "odd shape": (GOOD | {"spec": SPEC | {"image_shape": "abc"}}, "image_shape=abc: must be three positive numbers"),
     "odd data": (GOOD | {"data": {}}, "its card's data is {}, of the wrong kind"),
     "no such model": (GOOD | {"model": "os.system"}, "model=os.system: no such model"),
     "odd option": (GOOD | {"options": {"expert": "x"}}, "expert='x': must be a function or null"),
@@ -138,7 +147,7 @@ def test_a_card_with_missing_extra_or_wrong_entries_is_refused_in_one_line(case,
 def test_a_card_that_is_no_json_is_refused_with_the_files_name(text, saved):
     path, model = saved
     write_with_card(path, model.state_dict(), text)
-    with pytest.raises(saving.DamagedFileError) as error:
+    with pytest.raises(saving.DamagedFileError, match="its card is not JSON") as error:
         raytraced.load(path)
     assert str(error.value).startswith(f"{path}: ")
 

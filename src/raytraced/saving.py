@@ -28,11 +28,12 @@ class DamagedFileError(ValueError):
 
 def save(model: Model, path: str | Path) -> None:
     """Write a model, its card and all, to a file, whole or not at all."""
-    if model.card is None:
+    card: ModelCard | None = getattr(model, "card", None)  # a module that is none of ours has no such thing
+    if card is None:
         raise ValueError(
             f"{type(model).__name__}: has no card; only a model made by raytraced.build or load can be saved"
         )
-    save_tensors(Path(path), model.state_dict(), model.card)
+    save_tensors(Path(path), model.state_dict(), card)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], card: ModelCard) -> None:
@@ -54,6 +55,8 @@ def load(source: str | Path) -> Model:
     tensors, text = read_tensors(path, FORMAT, "card")
     try:
         return rebuild(read_card(json.loads(text)), tensors)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DamagedFileError(f"{path}: its card is not JSON ({error})") from error
     except (ValueError, TypeError, RuntimeError) as error:
         raise DamagedFileError(f"{path}: {' '.join(str(error).split())}") from error
 

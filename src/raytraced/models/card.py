@@ -32,4 +32,9 @@ def read_card(values: Any) -> ModelCard:
     for name, value in values.items():
         if not isinstance(value, kinds[name]):
             raise ValueError(f"its card's {name} is {value!r:.60}, of the wrong kind")
+    if not isinstance(values.get("training", {}).get("data_options", {}), dict):
+        raise ValueError("its card's training has data_options of the wrong kind")
+    calibration = values.get("calibration") or {"sure": 1.0, "look": "layer"}
+    if not isinstance(calibration.get("sure"), int | float) or calibration.get("look") not in ("layer", "expert"):
+        raise ValueError(f"its card's calibration is {calibration!r:.60}, without a probability or where to look")
     return ModelCard(**values)

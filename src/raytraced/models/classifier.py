@@ -5,6 +5,7 @@ Axes: B batch, C channels, H × W pixels, D width, Y classes.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class InputBlock(nn.Module):
         std: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        if len(image_shape) != 3 or min(image_shape) < 1:
+        if len(image_shape) != 3 or not all(isinstance(size, Integral) and size > 0 for size in image_shape):
             raise ValueError(f"image_shape={image_shape}: must be three positive numbers (channels, height, width)")
         channels, height, width = self.image_shape = tuple(image_shape)
         self.weights, self.biases, self.convolves = nn.ParameterList(), nn.ParameterList(), channels > 1

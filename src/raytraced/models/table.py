@@ -94,6 +94,8 @@ def build(name: str, **given: Any) -> "Model":
     class_names = given.pop("class_names", None)
     if class_names is not None:
         num = given.setdefault("num_classes", len(class_names))
+        are_words = not isinstance(class_names, str) and all(isinstance(word, str) for word in class_names)
+        require(are_words, "class_names", class_names, "must be a list of words")
         require(num == len(class_names), "num_classes", num, f"must be {len(class_names)}, as many as class_names")
     spec = {key: given.pop(key) for key in wanted if key in given}
     if missing := [key for key, each in wanted.items() if key not in spec and each.default is each.empty]:
