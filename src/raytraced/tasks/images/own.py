@@ -73,13 +73,16 @@ def load_npz(path: Path) -> Dataset:
             raise ValueError("it is no archive of arrays")
         # opened here: np.load leaves a damaged file open
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            missing = [key for key in _KEYS if key not in file]
-            if missing not in ([], ["x_test", "y_test"]):
+            needed = _KEYS if "x_test" in file or "y_test" in file else _KEYS[:2]
+            if missing := [key for key in needed if key not in file]:
                 raise ValueError(f"it has no {', '.join(missing)}")
             arrays = {key: file[key] for key in _KEYS if key in file}
             given_names = tuple(map(str, file["class_names"])) if "class_names" in file else ()
     except (ValueError, OSError, EOFError, BadZipFile, ZlibError, TypeError) as error:
-        raise ValueError(f"{path}: not an .npz file with {', '.join(_KEYS)} ({error})") from None
+        is_object = "allow_pickle" in str(error)  # numpy's words for what only code in the file could rebuild
+        told = "it has objects in place of numbers or text: np.array(labels, dtype=str) makes text of them"
+        wanted = "x_train and y_train, perhaps with x_test and y_test"
+        raise ValueError(f"{path}: not an .npz file with {wanted} ({told if is_object else error})") from None
     images = {key: _as_images(f"{path}: {key}", array) for key, array in arrays.items() if key.startswith("x")}
     labels = {key: array for key, array in arrays.items() if key.startswith("y")}
     for (x, images_n), (y, labels_n) in zip(images.items(), labels.items(), strict=True):
@@ -113,6 +116,8 @@ def _as_images(label: str, array: NDArray[Any]) -> NDArray[np.uint8]:
     if lowest < 0 or highest > 255:
         raise ValueError(f"{label}: values {lowest:g} … {highest:g}, expected 0 … 255, or fractions 0 … 1")
     is_fraction = array.dtype.kind == "f" and highest <= 1
+    if not is_fraction and (array % 1 != 0).any():
+        raise ValueError(f"{label}: fractions up to {highest:g}, expected whole numbers 0 … 255, or fractions 0 … 1")
     return np.round(array * 255 if is_fraction else array).astype(np.uint8)
 
 
