@@ -8,8 +8,11 @@ def gate_weight(routing, layer: int, node: int) -> Tensor:
     return routing.gate_first[node][:, None] if layer == 0 else routing.gate_inner[layer - 1, node]
 
 
-def rates_of_one(routing, entry: Tensor, active) -> tuple[list[list[Tensor]], Tensor]:
-    """Firing rates [layer][node] and the output's, for one sample; active[layer][node] are numbers or scalar tensors."""
+def rates_of_one(routing, entry: Tensor, active, sight=None) -> tuple[list[list[Tensor]], Tensor]:
+    """Firing rates [layer][node] and the output's, for one sample; active[layer][node] are numbers or scalar tensors.
+
+    sight[layer][node], if there is any, is what gates that see the input add to their logits.
+    """
     L, N = routing.num_layers, routing.num_experts
     inputs = [[entry[i]] for i in range(N)]
     output = torch.zeros((), dtype=entry.dtype)
@@ -22,7 +25,8 @@ def rates_of_one(routing, entry: Tensor, active) -> tuple[list[list[Tensor]], Te
             if layer == L - 1:
                 output = output + sent
                 continue
-            split = torch.softmax(gate_weight(routing, layer, i) @ torch.stack(inputs[i]), 0)
+            logits = gate_weight(routing, layer, i) @ torch.stack(inputs[i])
+            split = torch.softmax(logits if sight is None else logits + sight[layer][i], 0)
             for j in range(N):
                 received[j].append(sent * split[j])
             output = output + sent * split[N]

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytraced import RoutingNetwork, activation_sequence, build, rays
+from raytraced.routing import entry_rates, sight_logits
 from reference import rates_of_one
 
 
@@ -29,21 +30,22 @@ def test_rates_and_output_sum_to_one_and_are_never_negative(size):
     assert (rates.output >= 0).all()
 
 
-@given(sizes)
-def test_rates_equal_the_loop_over_nodes_with_gradients(size):
+@given(sizes, st.booleans())
+def test_rates_equal_the_loop_over_nodes_with_gradients(size, sees):
     num_layers, num_experts, seed = size
     torch.manual_seed(seed)
     routing = RoutingNetwork(num_layers, num_experts).double()
     entry = torch.randn(3, num_experts, dtype=torch.float64).softmax(-1).requires_grad_()
     active = random_active(3, num_layers, num_experts).requires_grad_()
     seen = torch.randn(3, num_layers, num_experts, dtype=torch.float64)
-    inputs = [entry, active, *routing.parameters()]
+    sight = torch.randn(3, num_layers - 1, num_experts, num_experts + 1, dtype=torch.float64) if sees else None
+    inputs = [entry, active, *routing.parameters(), *([sight.requires_grad_()] if sees and num_layers > 1 else [])]
 
-    rates = routing(entry, active)
+    rates = routing(entry, active, sight)
     fast = torch.autograd.grad((rates.nodes * seen).sum() + rates.output.square().sum(), inputs)
     loss = torch.zeros((), dtype=torch.float64)
     for b in range(3):
-        nodes, output = rates_of_one(routing, entry[b], active[b])
+        nodes, output = rates_of_one(routing, entry[b], active[b], sight[b] if sees else None)
         stacked = torch.stack([torch.stack(layer) for layer in nodes])
         assert torch.allclose(rates.nodes[b], stacked, atol=1e-12)
         assert torch.allclose(rates.output[b], output, atol=1e-12)
@@ -51,6 +53,22 @@ def test_rates_equal_the_loop_over_nodes_with_gradients(size):
     slow = torch.autograd.grad(loss, inputs, materialize_grads=True)
     for a, b in zip(fast, slow, strict=True):
         assert torch.allclose(a, b, atol=1e-10)
+
+
+def test_gates_see_the_hidden_vector_through_both_maps():
+    """Outlet o of node n in layer l adds Σ_r out[l, n, o, r] Σ_d in[r, d] hidden[d] to its logit."""
+    torch.manual_seed(0)
+    hidden, seen_by, told_to = torch.randn(5, 7), torch.randn(2, 7), torch.randn(3, 4, 5, 2)
+    expected = torch.einsum("lnor,rd,bd->blno", told_to, seen_by, hidden)
+    torch.testing.assert_close(sight_logits(hidden, seen_by, told_to), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_entry_rates_are_at_least_single_precision(dtype):
+    rates = entry_rates(torch.randn(3, 4).to(dtype), torch.randn(5, 4).to(dtype), torch.randn(5).to(dtype))
+    assert rates.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    tolerance = 1e-6  # of a softmax in half precision: some thousandths
+    torch.testing.assert_close(rates.sum(-1), torch.ones(3, dtype=rates.dtype), atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize(
