@@ -16,6 +16,8 @@ MISTAKES = {
     ("trian",): "trian: no such command; did you mean train?",
     ("data", "lst"): "did you mean data list?",
     ("train", "--epoch", "3"): "--epoch: no such option; did you mean --epochs?",
+    ("train", "--skip-bad"): "--skip_bad: no such option; did you mean --data-options.skip-bad?",
+    ("train", "--tokenizer", "x"): "did you mean --data-options.tokenizer?",
     ("train", "--target_expetrs", "3"): "did you mean --target-experts?",
     ("train", "--schedule", "cosin"): "schedule=cosin: must be one of cosine, constant; did you mean cosine?",
     ("train", "--epochs", "many"): "epochs=many: must be a whole number",

@@ -57,7 +57,8 @@ COMMANDS = {
 SYNONYMS = {
     "learning_rate": "lr", "dataset": "data", "arch": "model", "batch": "batch_size", "num_epochs": "epochs",
     "workers": "threads", "gpu": "device", "out": "output", "decay": "weight_decay", "image_size": "data_options.size",
-    "augment": "data_options.augment",
+    "augment": "data_options.augment", "skip_bad": "data_options.skip_bad", "colour": "data_options.colour",
+    "context": "data_options.context", "tokenizer": "data_options.tokenizer",
 }  # fmt: skip
 
 

@@ -79,6 +79,10 @@ def test_operations_that_compute_something_else_are_a_failure(told, monkeypatch)
     assert not checks.look_around()["compiled_operations"]["agree_with_plain"]
 
 
+def test_one_thread_is_a_number():
+    assert [checks._told(value) for value in (1, 0, True, False, None)] == ["1", "0", "yes", "no", "–"]
+
+
 def test_lines_say_the_same_as_json(capsys, tmp_path):
     assert main(["checks", "--root", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -115,4 +115,6 @@ def _told(value: object) -> str:
         return ", ".join(value) or "none"
     if isinstance(value, float):
         return f"{value:.1g}"
-    return {None: "–", True: "yes", False: "no"}.get(value, str(value))  # type: ignore[call-overload]
+    if isinstance(value, bool):  # 1 is a number, though it equals True
+        return "yes" if value else "no"
+    return "–" if value is None else str(value)
