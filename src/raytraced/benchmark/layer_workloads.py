@@ -304,7 +304,7 @@ def token_step(batches: list[Batch], model: str, layer: Callable[[], nn.Module] 
 def tokens(bench: Bench) -> Outcome:
     loader = find_task(TEXT).loader(find_task(TEXT).load(TEXT), "train", NUM_WINDOWS, {}, seed=SEED)
     batches: list[Batch] = list(islice(loader.epoch(0), 8))
-    # Without reach fewer experts run at first: about as many as after training with it.
+    # Without reach fewer experts run at first; how many stands beside the ratio.
     mre = token_step(batches, "gpt-mre").contender("gpt-mre")
     fewer = token_step(batches, "gpt-mre", reach=0.0).contender("gpt-mre, reach 0")
     top2 = token_step(batches, "gpt-top-k").contender("gpt-top-k")
