@@ -44,10 +44,6 @@ def run(*words: object, folder: Path = ROOT, **environment: str) -> str:
     return found.stdout + found.stderr
 
 
-def packages_of(python: Path) -> Path:
-    return Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-
-
 def num_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
@@ -67,19 +63,28 @@ def built(tmp_path_factory) -> Path:
     return folder
 
 
+def install_into(venv: Path, what: object, **environment: str) -> Path:
+    """Install something into an environment; gives its Python."""
+    python = venv / ("Scripts" if os.name == "nt" else "bin") / "python"
+    run(python, "-m", "pip", "install", "-c", ROOT / "constraints.txt", what, folder=venv, **environment)
+    return python
+
+
+@pytest.fixture(scope="module")
+def with_torch(tmp_path_factory) -> Path:
+    """An environment that was empty, and PyTorch: so much is the same in all of them, and takes a minute."""
+    venv = tmp_path_factory.mktemp("torch") / "venv"
+    run(sys.executable, "-m", "venv", venv)
+    install_into(venv, "torch")
+    return venv
+
+
 @pytest.fixture
-def install(tmp_path):
-    """Install something into an environment that was empty; gives its Python, in a folder outside the repository."""
-
-    def install(what: object, **environment: str) -> Path:
-        python = tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
-        if not python.exists():
-            run(sys.executable, "-m", "venv", tmp_path / "venv")
-        run(python, "-m", "pip", "install", "-c", ROOT / "constraints.txt", what, folder=tmp_path, **environment)
-        return python
-
-    yield install
-    shutil.rmtree(tmp_path / "venv", ignore_errors=True)  # a gigabyte each
+def install(tmp_path, with_torch):
+    """Install something into an environment that has PyTorch alone, outside the repository; gives its Python."""
+    shutil.copytree(with_torch, tmp_path / "venv", symlinks=True, copy_function=os.link)
+    yield lambda what, **environment: install_into(tmp_path / "venv", what, **environment)
+    shutil.rmtree(tmp_path / "venv")
 
 
 @pytest.mark.slow
@@ -106,10 +111,9 @@ def test_the_wheel_is_for_every_linux_and_links_nothing_of_torch(built, tmp_path
 @pytest.mark.slow
 def test_the_wheel_alone_trains_and_adds_less_than_150_megabytes_to_torch(built, install, tmp_path):
     (wheel,) = built.glob("*.whl")
-    python = install("torch")
-    before = num_bytes(packages_of(python))
-    install(wheel)
-    added = (num_bytes(packages_of(python)) - before) / 1e6
+    before = num_bytes(tmp_path / "venv")
+    python = install(wheel)
+    added = (num_bytes(tmp_path / "venv") - before) / 1e6
     print(f"torch and all that it brings: {before / 1e6:.0f} MB; raytraced and all that it adds: {added:.0f} MB")
     assert added < 150
     assert "compiled operations are" not in train(python, tmp_path)
