@@ -113,7 +113,11 @@ class ModuleExperts(nn.Module):
             name = type(factory).__name__
             raise ValueError(f"expert={name}(…): must be a factory, one module a node; give lambda: {name}(…)")
         self.num_layers, self.num_experts = num_layers, num_experts
-        self.nodes = nn.ModuleList(factory() for _ in range(num_layers * num_experts))
+        nodes = [factory() for _ in range(num_layers * num_experts)]
+        for made in nodes:
+            if not isinstance(made, nn.Module):
+                raise ValueError(f"expert: its factory gave {made!r}; must give an nn.Module, a new one for each node")
+        self.nodes = nn.ModuleList(nodes)
 
     def run_layer(self, layer: int, hidden_BD: Tensor) -> Tensor:
         return torch.stack([self.run_expert(layer, expert, hidden_BD) for expert in range(self.num_experts)], 1)

@@ -5,6 +5,7 @@ Axes: B batch (any leading shape, flattened), L layers, S steps (layers, times t
 
 from collections.abc import Callable, Generator
 from functools import partial
+from numbers import Integral
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 import torch
@@ -106,6 +107,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         for name, value in (("dim", dim), ("num_layers", num_layers), ("num_experts", num_experts)):
+            require(isinstance(value, Integral), name, repr(value), "must be a whole number")
             require(value >= 1, name, value, "must be at least 1")
         require(num_rounds >= 1, "num_rounds", num_rounds, "must be at least 1")
         self.num_layers, self.num_experts, self.num_rounds = num_layers, num_experts, num_rounds

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raytraced.draws import exponential, uniform
 from raytraced.routing import Rates, RoutingNetwork
-from raytraced.words import require, require_one_of
+from raytraced.words import check_budget, require, require_one_of
 
 Select = Literal["sample", "greedy"]
 Stop = Literal["drawn", "dominant"]
@@ -254,9 +254,7 @@ def check_sequence_options(
         temperature,
         "must be positive and finite; the paper has 10 to 50",
     )
-    require(
-        max_experts is None or max_experts >= 0, "max_experts", max_experts, "must be at least 0, or None for no budget"
-    )
+    check_budget(max_experts)
 
 
 # Where a sequence should have ended.

@@ -9,7 +9,7 @@ from torch import Tensor
 from raytraced.models.output import Model
 from raytraced.models.sure import Sure, answers_until_sure
 from raytraced.sequence import Select
-from raytraced.words import require
+from raytraced.words import check_budget
 
 
 class Step(NamedTuple):
@@ -36,9 +36,7 @@ def anytime(
     Step k is what `model(inputs, max_experts=k)` returns. With `sure` a sample whose largest probability has reached it keeps
     that answer, nothing more runs for it, and the steps end when all have: `model(inputs, sure=sure, look="expert")`.
     """
-    require(
-        max_experts is None or max_experts >= 0, "max_experts", max_experts, "must be at least 0, or None for no budget"
-    )
+    check_budget(max_experts)
     if inputs.is_floating_point() and not bool(inputs.isfinite().all()):
         bad = int((~inputs.isfinite()).sum())
         raise ValueError(f"inputs: {bad} of {inputs.numel()} values are not finite; mend or drop these samples")

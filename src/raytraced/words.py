@@ -2,12 +2,19 @@
 
 import difflib
 from collections.abc import Callable, Iterable
+from numbers import Integral
 
 
 def require(holds: bool, name: str, value: object, rule: str) -> None:
     """Refuse an option, naming it, its value and the rule."""
     if not holds:
         raise ValueError(f"{name}={value}: {rule}")
+
+
+def check_budget(max_experts: int | None) -> None:
+    """Refuse a number of experts that nobody can run."""
+    fits = max_experts is None or (isinstance(max_experts, Integral) and max_experts >= 0)
+    require(fits, "max_experts", repr(max_experts), "must be a whole number, at least 0, or None for no budget")
 
 
 def check_seed(seed: int) -> None:

@@ -114,7 +114,7 @@ def test_gates_that_see_learn_from_the_input(estimator):
 def test_nothing_would_teach_the_routing_is_refused():
     with pytest.raises(ValueError, match="estimator=none: only rates then teach the routing"):
         RaytracedExperts(5, 3, 4, estimator="none", weighting="unit")
-    with pytest.raises(ValueError, match="sight_rank=-1: must be at least 0"):
+    with pytest.raises(ValueError, match="sight_rank=-1: must be a whole number, at least 0"):
         RaytracedExperts(5, 3, 4, sight_rank=-1)
 
 
@@ -131,3 +131,32 @@ def test_without_draws_gradient_only_the_final_sets_rates_teach():
     expected = torch.autograd.grad(expected_out.sum(), layer.router.routing.gate_first)[0]
     torch.testing.assert_close(got, expected)
     assert expected.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dim": "16"}, "dim='16': must be a whole number"),
+        ({"num_layers": 2.0}, "num_layers=2.0: must be a whole number"),
+        (
+            {"sight_rank": 1.5},
+            "sight_rank=1.5: must be a whole number, at least 0; 0: gates see rates alone, as the paper's",
+        ),
+        ({"expert": lambda: None}, "expert: its factory gave None; must give an nn.Module, a new one for each node"),
+    ],
+)
+def test_what_no_layer_can_be_made_of_is_refused_in_a_line(options, message):
+    with pytest.raises(ValueError) as error:
+        RaytracedExperts(**{"dim": 5, "num_layers": 2, "num_experts": 3} | options)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("budget", [1.5, "2", -1])
+def test_a_budget_is_a_whole_number(budget, training):
+    layer = RaytracedExperts(5, 2, 3)
+    with (
+        torch.set_grad_enabled(training),
+        pytest.raises(ValueError, match=r"max_experts=.*: must be a whole number, at least 0"),
+    ):
+        layer(torch.randn(4, 5), max_experts=budget)

@@ -13,7 +13,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from raytraced.draws import fixed_draws
 from raytraced.layer import LayerOutput, RoutedLayer, Work
 from raytraced.models.output import Judge, Model, Output, linear_work
-from raytraced.sequence import Select
+from raytraced.sequence import Select, any_seen
 from raytraced.words import require
 
 BASE = 10_000.0  # of the rotary wavelengths
@@ -189,6 +189,14 @@ class GPT(Model):
             raise ValueError(
                 f"tokens are {tokens_BT.dtype} {tuple(tokens_BT.shape)}: must be whole numbers (batch, tokens)"
             )
+        # a look at values: where they are, else the embedding refuses them in its own words
+        if (
+            not tokens_BT.is_floating_point()
+            and tokens_BT.device.type == "cpu"
+            and any_seen((tokens_BT < 0) | (tokens_BT >= self.vocabulary))
+        ):
+            worst = int(tokens_BT.max() if tokens_BT.max() >= self.vocabulary else tokens_BT.min())
+            raise ValueError(f"token {worst}: must lie in 0 … {self.vocabulary - 1}, the vocabulary")
         length = tokens_BT.shape[1] + (0 if cache is None else len(cache))
         require(length <= self.context, "tokens", length, f"must be at most context={self.context}")
         fits = mask is None or mask.shape == (len(tokens_BT), length)

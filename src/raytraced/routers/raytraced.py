@@ -4,6 +4,7 @@ Axes: B batch, L layers, N experts a layer, O = N + 1 outlets of a gate, D width
 """
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Literal, get_args
 
 import torch
@@ -96,9 +97,9 @@ class RaytracedRouter(Router):
         check_sequence_options(select=train_select, stop=stop, estimator=estimator, temperature=temperature)
         if estimator == "none" and weighting == "unit":
             raise ValueError("estimator=none: only rates then teach the routing, and weighting=unit leaves them out")
-        require(
-            sight_rank >= 0, "sight_rank", sight_rank, "must be at least 0; 0: gates see rates alone, as the paper's"
-        )
+        is_rank = isinstance(sight_rank, Integral) and sight_rank >= 0
+        rule = "must be a whole number, at least 0; 0: gates see rates alone, as the paper's"
+        require(is_rank, "sight_rank", repr(sight_rank), rule)
         self.weighting, self.estimator, self.temperature = weighting, estimator, temperature
         self.stop, self.train_select = stop, train_select
         self.routing = RoutingNetwork(num_layers, num_experts, gate_init=gate_init, scale_init=scale_init, reach=reach)
@@ -250,7 +251,7 @@ class RaytracedExperts(RoutedLayer):
             return super().run(hidden_BD, call)
         router, budget = self.router, call.max_experts
         routing, select = router.routing, router.how(call)
-        if select not in ("greedy", "sample") or (budget is not None and budget < 0):
+        if select not in ("greedy", "sample") or (budget is not None and (type(budget) is not int or budget < 0)):
             check_sequence_options(select=select, stop=router.stop, estimator=router.estimator, max_experts=budget)
         hidden_BD, route = operations.raytrace(
             routing,
