@@ -229,7 +229,7 @@ def test_a_compiled_layer_gives_the_same_values_and_gradients():
         (lambda: RaytracedExperts(4, 2, 2, temperature=-3), "temperature=-3: must be positive"),
         (lambda: RaytracedExperts(4, 2, 2)(torch.ones(3, 5)), r"hidden has shape \(3, 5\): the last axis must be dim=4"),
         (lambda: RaytracedExperts(4, 2, 2)(torch.ones(3, 4).double()), "hidden is torch.float64: must be torch.float32"),
-        (lambda: RaytracedExperts(4, 2, 2)(torch.ones(3, 4), max_experts=-1), "max_experts=-1: must be at least 0"),
+        (lambda: RaytracedExperts(4, 2, 2)(torch.ones(3, 4), max_experts=-1), "max_experts=-1: must be a whole number, at least 0"),
         (torch.no_grad()(lambda: RaytracedExperts(4, 2, 2)(torch.ones(3, 4), max_experts=-1)), "max_experts=-1: must be"),
         (torch.no_grad()(lambda: RaytracedExperts(4, 2, 2)(torch.ones(3, 4), select="best")), "select='best': must be one"),
         (lambda: RaytracedExperts(4, 2, 2, expert=lambda: nn.Linear(4, 3))(torch.ones(3, 4)), r"must keep the shape"),

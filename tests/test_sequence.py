@@ -288,7 +288,7 @@ def test_types_name_the_words_that_are_taken():
         ({"temperature": 0.0}, "temperature=0.0: must be positive and finite"),
         ({"temperature": float("inf")}, "temperature=inf: must be positive and finite"),
         ({"temperature": float("nan")}, "temperature=nan: must be positive and finite"),
-        ({"max_experts": -1}, "max_experts=-1: must be at least 0, or None"),
+        ({"max_experts": -1}, "max_experts=-1: must be a whole number, at least 0, or None"),
         ({"rows": torch.arange(4)}, r"rows has shape \(4,\): must be \(3,\)"),
     ],
 )

@@ -111,7 +111,7 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="stream='skip-sum': must be last or residual"):
         make_model(stream="skip-sum")
     model = make_model()
-    with pytest.raises(ValueError, match="max_experts=-1: must be at least 0"):
+    with pytest.raises(ValueError, match="max_experts=-1: must be a whole number, at least 0"):
         model(torch.zeros(1, 1, 4, 4, dtype=torch.float64), max_experts=-1)
     with pytest.raises(ValueError, match="select='sample': must be greedy"):
         model(torch.zeros(1, 1, 4, 4, dtype=torch.float64), select="sample")

@@ -13,7 +13,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from raytraced.draws import fixed_draws
 from raytraced.layer import LayerOutput, RoutedLayer, Work
 from raytraced.models.output import Judge, Model, Output, linear_work
-from raytraced.sequence import Select, any_seen
+from raytraced.sequence import Select
 from raytraced.words import require
 
 BASE = 10_000.0  # of the rotary wavelengths
@@ -173,8 +173,7 @@ class GPT(Model):
             "mask": None if mask is None else mask[:, start:],
         }
         seen_BTS = who_is_seen(positions_T, start, mask)
-        vectors_BTD = tokens_BT if tokens_BT.is_floating_point() else self.embedding(tokens_BT)
-        x_BTD, layers = vectors_BTD * self.embedding.embedding_dim**0.5, []
+        x_BTD, layers = self.embed(tokens_BT) * self.embedding.embedding_dim**0.5, []
         for number, block in enumerate(self.blocks):
             x_BTD, out = block(x_BTD, positions_T, seen_BTS, cache, number, **call)
             layers.append(out)
@@ -183,20 +182,22 @@ class GPT(Model):
         routes = tuple(out.route for out in layers)
         return Output(logits_BTV, routes, torch.stack(losses).sum() if losses else None), layers
 
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """The vectors of tokens (B, T, D), or those that were given in their place."""
+        if tokens_BT.is_floating_point():
+            return tokens_BT
+        try:
+            vectors_BTD: Tensor = self.embedding(tokens_BT)
+        except IndexError as error:  # not looked for before: that would wait for a GPU
+            raise ValueError(f"tokens: some are not in 0 … {self.vocabulary - 1}, the vocabulary") from error
+        return vectors_BTD
+
     def check(self, tokens_BT: Tensor, mask: Tensor | None, cache: Cache | None) -> None:
         """Refuse what is no batch of tokens or of their vectors, or too long."""
         if tokens_BT.ndim != 2 + tokens_BT.is_floating_point():
             raise ValueError(
                 f"tokens are {tokens_BT.dtype} {tuple(tokens_BT.shape)}: must be whole numbers (batch, tokens)"
             )
-        # a look at values: where they are, else the embedding refuses them in its own words
-        if (
-            not tokens_BT.is_floating_point()
-            and tokens_BT.device.type == "cpu"
-            and any_seen((tokens_BT < 0) | (tokens_BT >= self.vocabulary))
-        ):
-            worst = int(tokens_BT.max() if tokens_BT.max() >= self.vocabulary else tokens_BT.min())
-            raise ValueError(f"token {worst}: must lie in 0 … {self.vocabulary - 1}, the vocabulary")
         length = tokens_BT.shape[1] + (0 if cache is None else len(cache))
         require(length <= self.context, "tokens", length, f"must be at most context={self.context}")
         fits = mask is None or mask.shape == (len(tokens_BT), length)

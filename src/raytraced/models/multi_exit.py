@@ -15,7 +15,7 @@ from raytraced.models.output import Judge, LookAt, Model, Output, linear_work
 from raytraced.models.sure import answer_when_sure
 from raytraced.routers.dense import MLPLayers
 from raytraced.sequence import Route, Select
-from raytraced.words import require
+from raytraced.words import check_budget, require
 
 
 class MultiExit(MLPLayers):
@@ -66,7 +66,7 @@ class MultiExitClassifier(Model):
         mask: Tensor | None = None,
     ) -> Output:
         require(select in (None, "greedy"), "select", repr(select), "must be greedy: nothing is drawn here")
-        require(max_experts is None or max_experts >= 0, "max_experts", max_experts, "must be at least 0, or None")
+        check_budget(max_experts)
         hidden_BD = self.input_block(inputs)
 
         def answer(budget: int | None, judge: Judge | None = None) -> Output:
