@@ -28,6 +28,7 @@ from raytraced.cli import COMMANDS, find_command, import_target, main, read_argu
 from raytraced.models.table import FAMILIES, MODELS, complete_options
 from raytraced.reproduce.records import Record, Store, spread
 from raytraced.reproduce.tables import ACCURACY, USE, gain_over_fixed
+from raytraced.reproduce.text import told
 from raytraced.reproduce.variants import DATA_NAMES
 from raytraced.training.config import TrainConfig, preset_values
 
@@ -390,6 +391,20 @@ def exits_table() -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in rows]
 
 
+def text_table() -> list[str]:
+    """Bits a byte of every language model in results/text, the cheapest first."""
+    summary = json.loads((ROOT / "results/text/summary.json").read_text(encoding="utf-8"))
+    head, rule = ["", "experts", "multiply-adds"], ["---", "---:", "---:"]
+    rows = [[*head, *(DATA_NAMES[data] for data in summary)], [*rule, *["---:"] * len(summary)]]
+    first = next(iter(summary.values()))
+    for label in sorted(first, key=lambda label: first[label]["macs_mean"]):
+        found = [summary[data].get(label) for data in summary]
+        bits = ["–" if one is None else f"{told(one)} ({one['seeds']})" for one in found]
+        experts, macs = first[label]["experts_mean"], first[label]["macs_mean"] / 1000
+        rows.append([f"`{label}`", f"{experts:.1f}", f"{macs:.0f}", *bits])
+    return [f"| {' | '.join(cells)} |" for cells in rows]
+
+
 def difficulty_rows() -> list[str]:
     """The rows of the table in benchmarks/difficulty.md."""
     lines = (ROOT / "benchmarks/difficulty.md").read_text(encoding="utf-8").splitlines()
@@ -407,6 +422,7 @@ WRITTEN = {
     "<!-- reading: python tests/test_docs.py writes this table -->\n": reading_table,
     "<!-- aims: python tests/test_docs.py writes this table -->\n": aims_table,
     "<!-- exits: python tests/test_docs.py writes this table -->\n": exits_table,
+    "<!-- text: python tests/test_docs.py writes this table -->\n": text_table,
     "<!-- targets: python tests/test_docs.py writes this table -->\n": target_table,
 }
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -92,3 +93,12 @@ def test_a_small_likeness_is_trained_judged_by_bits_and_written(tmp_path, monkey
     before = [one for one in folder.rglob("record.json")]
     assert command.reproduce(quick=True, only="text", output=str(tmp_path), workers=1) == 0  # nothing is left to train
     assert [one for one in folder.rglob("record.json")] == before
+
+
+def test_every_record_in_results_is_of_a_run_that_is_still_planned():
+    folder = Path(__file__).parents[2] / "results" / "text"
+    rates = command.find_rates(TEXT, folder)
+    planned = {run.key: run.digest for run in plan.every_run(Planner(TEXT, rates))}
+    records = Store(folder / "records").records
+    assert records
+    assert {key: record.digest for key, record in records.items()}.items() <= planned.items()

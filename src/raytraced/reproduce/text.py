@@ -18,8 +18,7 @@ BUDGETS = (1, 2, 4, 8)  # experts a block that the elastic model is shown with
 DEAD = 0.001  # of the bytes: who runs for fewer is dead
 NOTE = (
     "Test bytes, mean and deviation over {seeds}. Experts: the mean that a byte runs in a block, of 32. Multiply-adds: of a "
-    "byte, in thousands, everything counted. Dead: experts that fewer than one byte in a thousand runs, of 64. Seconds: of "
-    "training, one core, beside other work."
+    "byte, in thousands, everything counted. Dead: experts that fewer than one byte in a thousand runs, of 64."
 )
 
 
@@ -32,10 +31,14 @@ def figures(records: list[Record]) -> dict[str, Any]:
         "macs_mean": (one.macs["total"] for one in records),
         "routing_macs": (one.macs["routing"] for one in records),
         "dead": (sum(share < DEAD for share in load) for load in loads),
-        "seconds": (one.seconds for one in records),
     }
-    told = {"bits_mean": bits.mean, "bits_std": bits.std, "seeds": bits.num, "parameters": records[0].parameters}
-    return told | {name: spread(values).mean for name, values in means.items()}
+    first = {"bits_mean": bits.mean, "bits_std": bits.std, "seeds": bits.num, "parameters": records[0].parameters}
+    return first | {name: spread(values).mean for name, values in means.items()}
+
+
+def told(one: dict[str, Any]) -> str:
+    """Bits, and their deviation where there is one."""
+    return f"{one['bits_mean']:.3f}" + (f" ± {one['bits_std']:.3f}" if one["seeds"] > 1 else "")
 
 
 def text_table(results: Results, data: str) -> Table:
@@ -43,12 +46,12 @@ def text_table(results: Results, data: str) -> Table:
     rows = [(label, figures(results.of(data, label))) for label in results.labels(data)]
     rows.sort(key=lambda row: row[1]["macs_mean"])
     cells = [
-        [label, f"{one['bits_mean']:.3f} ± {one['bits_std']:.3f}", f"{one['experts_mean']:.2f}",
+        [label, told(one), f"{one['experts_mean']:.2f}",
          f"{one['macs_mean'] / 1000:.0f}", f"{one['routing_macs'] / 1000:.1f}", f"{one['dead']:.1f}",
-         f"{one['parameters']:,}", f"{one['seconds']:.0f}"]
+         f"{one['parameters']:,}"]
         for label, one in rows
     ]  # fmt: skip
-    header = ["model", "bits a byte", "experts", "multiply-adds", "of routing", "dead", "parameters", "seconds"]
+    header = ["model", "bits a byte", "experts", "multiply-adds", "of routing", "dead", "parameters"]
     note = NOTE.format(seeds=count_seeds(one["seeds"] for _, one in rows))
     return Table(f"Language models: {DATA_NAMES[data]}", header, cells, note)
 
@@ -127,7 +130,7 @@ def text_figure(results: Results, shown: list[str]) -> Figure:
             x, y = [row["macs"] / 1000 for row in rows], [row["bits_per_byte"] for row in rows]
             axes.plot(x, y, "--", color=BLUE, marker=".", linewidth=1, label="MRE elastic, budgets 1 … 8, one seed")
         best = min(one["bits_mean"] for one in points.values())
-        axes.set_ylim(best - 0.05, best + 0.75)
+        axes.set_ylim(best - 0.04, best + 0.38)
         axes.set_xlabel("thousand multiply-adds a byte", fontsize=8)
 
     title = "Language models: bits a test byte against what a byte costs, mean and deviation over seeds"
