@@ -278,6 +278,10 @@ def test_what_cannot_be_exported_is_told_and_nothing_is_written(tmp_path):
     nameless.card = None
     with pytest.raises(ValueError, match="Classifier: has no card with a name; make it by raytraced"):
         export(nameless, path)
+    diverged = make(**TINY)
+    next(diverged.parameters()).data[0] = float("nan")
+    with pytest.raises(ValueError, match="mre: its weights are not finite: they diverged, or are damaged"):
+        export(diverged, path)
     assert not list(tmp_path.iterdir())
 
 

@@ -217,6 +217,8 @@ def _graph(model: Model, prefixes: bool) -> "RaytracedGraph | RivalGraph":
         raise ValueError(f"{name}: cannot be exported; only classifiers of images with one answer a sample can")
     if model.card is None or not model.card.model:
         raise ValueError(f"{type(model).__name__}: has no card with a name; make it by raytraced.build or load")
+    if not all(bool(values.isfinite().all()) for values in model.state_dict().values()):
+        raise ValueError(f"{model.name}: its weights are not finite: they diverged, or are damaged; train it anew")
     dtypes = {parameter.dtype for parameter in model.parameters()}
     require(dtypes == {torch.float32}, "model", model.name, "must be in float32 to be exported; convert it by .float()")
     require(not model.training, "model", model.name, "is in training mode; call .eval() first")
