@@ -31,9 +31,6 @@ CONTINUATIONS = {
     "2 × 4 experts, fresh": {"num_layers": 2, "num_experts": 4},
 }
 
-# The layer as it was measured: gradients through the draws by ReinMax, and gates that see rates alone.
-LAYER = {"estimator": "reinmax", "reach": 10.0, "sight_rank": 0}
-
 
 def windows(text: Tensor, num: int, generator: torch.Generator) -> Tensor:
     """Windows (num, CONTEXT) that begin anywhere."""
@@ -93,7 +90,7 @@ def measure(seed: int, num_dense: int, num_more: int) -> dict[str, dict[str, flo
     for name, options in CONTINUATIONS.items():
         models[name] = deepcopy(dense)
         if options:
-            rt.replace_feed_forward(models[name], "transformer.h.*.mlp", **LAYER | options)
+            rt.replace_feed_forward(models[name], "transformer.h.*.mlp", **options)
         found[name] = {"before": before, "replaced": judge(models[name], held_BT)[0], "seconds": 0.0}
         found[name]["parameters"] = sum(parameter.numel() for parameter in models[name].parameters())
     optimizers = {name: adamw(model) for name, model in models.items()}
@@ -130,7 +127,7 @@ def write_page(found: list[dict[str, dict[str, float]]], num_dense: int, num_mor
             f"plays, byte by byte, for {num_dense} steps of {BATCH} windows of {CONTEXT} bytes. Then its MLP blocks are",
             f"replaced, and it is trained for {num_more} steps more: the same windows and learning rates in every row.",
             "Upcycled: each expert starts from the block that it replaces. Fresh: as wide, with random weights.",
-            'Of the layer\'s options, estimator="reinmax", reach=10 and sight_rank=0; these are not its defaults.',
+            "All other options of the layer are its defaults.",
             "",
             f"Bits a byte on held-out text, mean (deviation) over {len(found)} seeds; less is better. Replacing changes",
             f"them by {largest:.1e} at most where experts are upcycled. Experts: the mean number a byte runs in a block.",
