@@ -85,7 +85,8 @@ def test_all_runs_are_done_and_told_with_the_time_left(undisturbed):
 def test_a_record_tells_what_the_model_does_with_the_test_images(undisturbed):
     store = Store(undisturbed[0] / "records")
     mre, mlp = (store.find(run) for run in tiny.RUNS)
-    assert {name: len(values) for name, values in mre.history.items()} == dict.fromkeys(running.HISTORY, 20)
+    of_images = [name for name in running.HISTORY if "bits_per_byte" not in name]
+    assert {name: len(values) for name, values in mre.history.items()} == dict.fromkeys(of_images, 20)
     assert mre.accuracy > 0.5
     parts = sum(mre.macs[name] for name in ("input", "routing", "experts", "head"))
     assert mre.macs["total"] == pytest.approx(parts, rel=1e-5)
