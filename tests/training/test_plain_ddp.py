@@ -75,7 +75,9 @@ def one_of_two(rank, folder):
         torch.save(results, Path(folder) / "results.pt")
     distributed.barrier()  # neither leaves while the other still waits for it
     distributed.destroy_process_group()
-    os._exit(0)  # gloo's threads may abort a process that ends in the usual way; its gradients are all that is asked for
+    os._exit(
+        0
+    )  # gloo's threads may abort a process that ends in the usual way; its gradients are all that is asked for
 
 
 @pytest.fixture(scope="module")
