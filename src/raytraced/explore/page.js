@@ -4,7 +4,7 @@ const $ = (id) => document.getElementById(id);
 const PACKS = JSON.parse($("models").textContent);
 const DRAWING = 280; // pixels of the longer side of the drawing, before it is made small
 const BEAT = 900; // milliseconds of a step while it plays
-const SLICE = 25; // milliseconds of thinking between two looks at a long text
+const SLICE = 10; // milliseconds of thinking between two looks at a long text
 const MOST_BARS = 12;
 const MOST_UPLOAD = 20e6;
 const percent = (value) =>
