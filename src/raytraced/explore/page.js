@@ -5,6 +5,7 @@ const PACKS = JSON.parse($("models").textContent);
 const DRAWING = 280; // pixels of the longer side of the drawing, before it is made small
 const BEAT = 900; // milliseconds of a step while it plays
 const SLICE = 10; // milliseconds of thinking between two looks at a long text
+const FRAME = 17; // milliseconds between two paints
 const MOST_BARS = 12;
 const MOST_UPLOAD = 20e6;
 const percent = (value) =>

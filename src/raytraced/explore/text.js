@@ -25,7 +25,7 @@ function thinkText(options) {
   const given = tokens.length ? tokens : [10]; // as `raytraced generate` begins where there is no text
   textFound = model.think(given, { ...options, milliseconds: SLICE });
   clearTimeout(later);
-  if (textFound.length < given.length) later = setTimeout(think);
+  if (textFound.length < given.length) later = setTimeout(think, FRAME); // what is known so far is painted first
   if (state.byte === null || state.byte >= given.length) state.byte = given.length - 1;
   const { routes, logits } = textFound[byteShown()];
   found = { ...routes[state.block], logits };
