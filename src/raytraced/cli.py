@@ -63,6 +63,12 @@ SYNONYMS = {
 
 
 SEE_HELP = "see --help"
+# What the parser says of a file of options, and what we do.
+NO_CONFIG = {
+    "Unexpected config": "the file is empty, or holds no options",
+    "Problems parsing config": "the file is no YAML",
+    "codec can't decode": "the file is no text in UTF-8",
+}
 
 
 class UsageError(ValueError):
@@ -172,8 +178,9 @@ def read_arguments(name: str, function: Callable[..., Any], words: list[str]) ->
         chosen = plain(parser.parse_args(rest))
         parser.set_defaults(preset_values(chosen["preset"], chosen["data"], chosen["model"]))
         return {"config": config_type(**plain(parser.parse_args(words)))}
-    except jsonargparse.ArgumentError as error:
-        raise UsageError(f"{name}: {explain(str(error), options)}") from error
+    except (jsonargparse.ArgumentError, UnicodeDecodeError) as error:
+        files = re.findall(r"(?:^|\n)(?:-c|--config)[\n=](.+)", "\n".join(words))
+        raise UsageError(f"{name}: {explain(str(error), options, ', '.join(files))}") from error
 
 
 def normalise(words: list[str], options: dict[str, Any]) -> Iterable[list[str]]:
@@ -221,8 +228,8 @@ def plain(values: Any) -> dict[str, Any]:
     return {key: value for key, value in values.as_dict().items() if key not in ("config", "print_config")}
 
 
-def explain(text: str, options: dict[str, Any]) -> str:
-    """Turn the parser's message into one line that names the option, its value, the rule and the likely remedy."""
+def explain(text: str, options: dict[str, Any], files: str) -> str:
+    """Turn the parser's message into one line that names the option or file, its value, the rule and the likely remedy."""
     key = re.search(r'Parser key "([^"]+)"', text)
     value = re.search(r"(?:Got value|Given value): (.*)", text)
     if key and value:
@@ -242,8 +249,10 @@ def explain(text: str, options: dict[str, Any]) -> str:
 
         known = (*options, "help", "config", "print_config", *SYNONYMS)
         return f"{word}: no such option; {did_you_mean(word.lstrip('-').split('.')[0], known, SEE_HELP, shown)}"
-    if "Unexpected config" in text:
-        return "-c: the file is empty, or holds no options; give a YAML file as --print_config prints it"
+    for sign, told in NO_CONFIG.items():
+        if sign in text:
+            where = re.findall(r"line \d+, column \d+", text)[-1:]
+            return f"-c {files}: {', '.join([told, *where])}; give a YAML file as --print_config prints it"
     return re.sub(r"\s+", " ", text.replace('Parser key "config":', "")).strip()
 
 

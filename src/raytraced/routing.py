@@ -83,8 +83,10 @@ class RoutingNetwork(nn.Module):
                 bound = scale * (1 if weight is self.gate_first else self.num_experts) ** -0.5
                 nn.init.uniform_(weight, -bound, bound)
         with torch.no_grad():
-            for layer in range(self.num_layers - 1):
-                self.gate_weight(layer)[:, -1] -= self.reach
+            if self.gate_first is not None:
+                self.gate_first[:, -1] -= self.reach
+            if self.gate_inner is not None:
+                self.gate_inner[:, :, -1] -= self.reach
 
     @property
     def num_nodes(self) -> int:

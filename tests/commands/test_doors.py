@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -249,6 +250,10 @@ def test_print_config_keeps_only_what_was_set(capsys, monkeypatch):
         (("train", "--seed", str(2**70)), "must be below 2**63"),
         (("train", "--data", "fashion-mnits"), "did you mean fashion-mnist?"),
         (("train", "--model_options.num_experts", "100000", "--epochs", "1"), "not enough memory"),
+        (
+            ("train", "--model_options.num_layers", "1000000", "--epochs", "1"),
+            "not enough memory for 7,392,000,042 parameters: training them takes some 296 GB",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(words, told, tmp_path, run_command):
@@ -259,11 +264,41 @@ def test_a_mistake_is_one_line(words, told, tmp_path, run_command):
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 
 
-def test_an_empty_config_file_is_told(tmp_path, run_command):
-    (tmp_path / "empty.yaml").touch()
-    code, _, error = run_command("train", "-c", tmp_path / "empty.yaml")
+@pytest.mark.parametrize("flag", ["-c", "--config="])
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "the file is empty, or holds no options"),
+        (b"only words", "the file is empty, or holds no options"),
+        (b"epochs: [1\n model: {", "the file is no YAML, line 2, column 7"),
+        (b"\xff\xfe\x00ep", "the file is no text in UTF-8"),
+    ],
+)
+def test_a_file_that_holds_no_options_is_told_by_its_name(content, told, flag, tmp_path, run_command):
+    path = tmp_path / "options.yaml"
+    path.write_bytes(content)
+    code, _, error = run_command("train", *(f"{flag}{path}",) if "=" in flag else (flag, path))
     assert code == 2
-    assert "the file is empty, or holds no options" in error
+    assert error == f"raytraced: train: -c {path}: {told}; give a YAML file as --print_config prints it\n"
+
+
+@pytest.mark.parametrize("content", [b"epochs: [1\n model: {", b"\xff\xfe\x00ep", b"lr: -1"])
+def test_the_configuration_of_a_run_is_told_by_its_name(content, tmp_path, run_command):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one/config.yaml").write_bytes(content)
+    code, _, error = run_command("resume", tmp_path / "one")
+    assert code == 2
+    assert f"{tmp_path}/one/config.yaml: is not the configuration of a run" in error
+
+
+def test_ctrl_c_meets_no_import_but_ours():
+    # what the package imports before __main__ is ready for Ctrl-C; without site, which imports what it likes
+    script = "import sys; sys.path.insert(0, sys.argv[1]); import raytraced.__main__; print('typing' in sys.modules)"
+    source = str(Path(rt.__file__).parents[1])
+    told = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", script, source], capture_output=True, text=True, check=True
+    )
+    assert told.stdout == "False\n"
 
 
 def test_events_are_one_file_a_run_resumed_or_not(trained, run_command):

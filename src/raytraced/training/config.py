@@ -142,5 +142,5 @@ def read_config(path: str | os.PathLike[str]) -> TrainConfig:
     """The configuration that a run folder's config.yaml holds."""
     try:
         return TrainConfig(**yaml.safe_load(Path(path).read_text(encoding="utf-8")))
-    except (yaml.YAMLError, TypeError) as error:
+    except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: is not the configuration of a run ({str(error).splitlines()[0]})") from error

@@ -5,6 +5,7 @@ rates are pure functions of the seed and the step. So a run that was stopped any
 """
 
 import importlib.util
+import os
 import platform
 import tempfile
 import time
@@ -65,6 +66,20 @@ def train(
     raise interruption
 
 
+def check_memory(model: Model) -> None:
+    """Refuse a model that cannot be trained here: the machine would grow slow, then kill the process."""
+    if not hasattr(os, "sysconf"):  # Windows
+        return
+    # weights, gradients, two moments, the best weights; a checkpoint of three of them as it is written; a batch on its way
+    needed = 10 * sum(tensor.nbytes for tensor in model.parameters())
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    rule = (
+        f"training them takes some {needed / 1e9:,.0f} GB, the machine has {there / 1e9:,.0f}; make the model smaller"
+    )
+    if needed > there:
+        raise ValueError(f"not enough memory for {num_parameters(model):,} parameters: {rule}")
+
+
 def _train(
     config: TrainConfig,
     begun: RunFolder | None,
@@ -86,6 +101,9 @@ def _train(
     task.check(data)
     place = {"device": world.device, "rank": world.rank, "world_size": world.size}
     loader = task.loader(data, "train", config.batch_size, config.data_options, seed=config.seed, **place)
+    if world.device.type == "cpu":  # where what is too large is not refused, but killed
+        with torch.device("meta"):
+            check_memory(task.build(config.model, data, config.model_options))
     torch.manual_seed(config.seed)
     model = task.build(config.model, data, config.model_options)
     # a path of one machine is no business of who gets the model
