@@ -72,7 +72,7 @@ def python_loop(goes_on, step, carried):
 
 
 @given(
-    st.integers(1, 4), st.integers(1, 4), st.integers(0, 18), st.sampled_from(("drawn", "dominant")),
+    st.integers(1, 4), st.integers(1, 4), st.integers(0, 18), st.sampled_from(("drawn", "dominant", 0.3)),
     st.booleans(), st.integers(0, 99),
 )  # fmt: skip
 def test_the_loop_of_a_graph_is_the_greedy_sequence(num_layers, num_experts, budget, stop, sees, seed):

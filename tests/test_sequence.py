@@ -14,7 +14,7 @@ from reference import all_paths, greedy_of_one, rates_of_one, sequence_of_one
 
 ESTIMATORS = ("reinmax", "gumbel", "straight-through")
 SELECTS = ("sample", "greedy")
-STOPS = ("drawn", "dominant")
+STOPS = ("drawn", "dominant", 0.3)
 
 
 def generator(seed=0):
@@ -160,12 +160,49 @@ def test_greedy_by_drawing_equals_greedy_by_dominance(grid, estimator):
     routing, entry = RoutingNetwork(num_layers, num_experts).double(), entries(9, num_experts, torch.float64)
     entry.requires_grad_()
     results = []
-    for stop in STOPS:
+    for stop in STOPS[:2]:
         found = activation_sequence(routing, entry, select="greedy", stop=stop, estimator=estimator)
         (grad,) = torch.autograd.grad((found.active * torch.arange(num_experts)).sum(), entry)
         results.append((found.nodes, found.active, grad))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("counts", [0.1, 0.5, 1.0, 3.0])
+def test_a_number_ends_greedily_just_when_so_much_of_the_outputs_rate_exceeds_every_candidate(counts):
+    routing, entry = RoutingNetwork(3, 4).double(), entries(100, 4, torch.float64)
+    found = activation_sequence(routing, entry, select="greedy", stop=counts)
+    assert found.num_active.unique().numel() > 1
+    for b, nodes in enumerate(orders(found.nodes)):
+        for count in range(len(nodes) + 1):
+            active = [[float(l * 4 + i in nodes[:count]) for i in range(4)] for l in range(3)]
+            rates, output = rates_of_one(routing, entry[b], active)
+            rivals = [r for l in range(3) for i, r in enumerate(rates[l]) if not active[l][i]]
+            assert (counts * output > max(rivals, default=0)) == (count == len(nodes))
+
+
+def test_a_number_draws_the_output_so_much_less_often():
+    # One layer: once a node of rate 1/4 is active, the output has as much, beside three nodes of 1/4 each.
+    entry = torch.full((40_000, 4), 0.25)
+    for counts in (0.2, 1.0, 5.0):
+        found = activation_sequence(RoutingNetwork(1, 4), entry, stop=counts, max_experts=2, generator=generator())
+        ended, expected = (found.num_active == 1).double().mean().item(), counts / (counts + 3)
+        assert abs(ended - expected) < 4 * (expected * (1 - expected) / 40_000) ** 0.5
+
+
+def test_a_grid_of_one_layer_goes_on_where_the_output_counts_little():
+    entry = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
+    lengths = [
+        activation_sequence(RoutingNetwork(1, 4), entry, select="greedy", stop=stop).num_active.item()
+        for stop in ("drawn", 1.0, 0.5, 0.25, 0.05)
+    ]
+    assert lengths == [1, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("stop", [0, -1.0, float("inf"), float("nan"), True, None])
+def test_a_number_that_ends_nothing_is_refused(stop):
+    with pytest.raises(ValueError, match=r"stop=.*: must be drawn, dominant, or what the output node's rate counts"):
+        activation_sequence(RoutingNetwork(1, 4), entries(2, 4), stop=stop)
 
 
 def test_sampling_by_dominance_stops_just_when_the_output_exceeds_every_candidate():
@@ -273,7 +310,7 @@ def test_half_precision_entries_give_rates_in_float32():
 
 def test_types_name_the_words_that_are_taken():
     assert get_args(Select) == SELECTS
-    assert get_args(Stop) == STOPS
+    assert get_args(get_args(Stop)[0]) == STOPS[:2]
     assert set(get_args(Estimator)) == {*GRADIENTS, "none"}
     assert set(GRADIENTS) == set(ESTIMATORS)
 

@@ -4,6 +4,7 @@ Axes: B batch, L layers, N experts a layer, M = L·N nodes, K = M + 1 candidates
 """
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -14,7 +15,7 @@ from raytraced.routing import Rates, RoutingNetwork
 from raytraced.words import check_budget, require, require_one_of
 
 Select = Literal["sample", "greedy"]
-Stop = Literal["drawn", "dominant"]
+Stop = Literal["drawn", "dominant"] | float
 Estimator = Literal["reinmax", "gumbel", "straight-through", "none"]
 
 # Where a look at values waits for all that is queued, steps are not ended early: a fixed number of them can be captured whole.
@@ -150,10 +151,15 @@ def _choose(probs_BK: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def apply_stop(probs_BK: Tensor, stop: Stop) -> Tensor:
-    """Who may be drawn: everyone; or, by the paper's footnote, the output node once its rate exceeds all, else the nodes."""
+    """Who may be drawn: everyone; or, by the paper's footnote, the output node once its rate exceeds all, else the nodes.
+
+    A number is what the output node's rate counts beside the others: everyone, but the output node less often or more.
+    """
     if stop == "drawn":
         return probs_BK
     nodes_BM, output_B1 = probs_BK[:, :-1], probs_BK[:, -1:]
+    if not isinstance(stop, str):
+        return torch.cat((nodes_BM, stop * output_B1), -1)
     dominant_B1 = output_B1 > nodes_BM.amax(-1, keepdim=True)
     return torch.cat((nodes_BM * ~dominant_B1, output_B1 * dominant_B1), -1)
 
@@ -242,11 +248,17 @@ WEIGHTINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def check_sequence_options(
-    *, select: str, stop: str, estimator: str, temperature: float = 1.0, max_experts: int | None = None
+    *, select: str, stop: str | float, estimator: str, temperature: float = 1.0, max_experts: int | None = None
 ) -> None:
     """Raise a ValueError that names the option, its value and the rule."""
     require_one_of("select", select, ("sample", "greedy"))
-    require_one_of("stop", stop, ("drawn", "dominant"))
+    if isinstance(stop, str):
+        require_one_of("stop", stop, ("drawn", "dominant"))
+    else:
+        is_weight = isinstance(stop, Real) and not isinstance(stop, bool) and 0 < stop < float("inf")
+        require(
+            is_weight, "stop", repr(stop), "must be drawn, dominant, or what the output node's rate counts, above 0"
+        )
     require_one_of("estimator", estimator, get_args(Estimator))
     require(
         0 < temperature < float("inf"),

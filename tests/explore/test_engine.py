@@ -30,6 +30,7 @@ LAYERS = [
     {"stream": "skip-sum", "weighting": "rates", "sight_rank": 2},
     {"stream": "last", "weighting": "unit", "estimator": "gumbel", "reach": 0.0},
     {"stop": "dominant", "weighting": "rates", "num_hidden": 1, "hidden": 5},
+    {"stop": 0.2, "num_layers": 1, "weighting": "rates"},
     {"num_layers": 1, "stream": "skip-sum"},
     {"num_layers": 2, "num_experts": 5, "sight_rank": 3},
 ]

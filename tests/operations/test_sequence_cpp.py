@@ -16,7 +16,7 @@ from raytraced.sequence import unroll
 pytestmark = pytest.mark.skipif(not operations.available(), reason=f"compiled operations {operations.why_not()}")
 
 ESTIMATORS = ("reinmax", "gumbel", "straight-through", "none")
-SELECTS, STOPS = ("sample", "greedy"), ("drawn", "dominant")
+SELECTS, STOPS = ("sample", "greedy"), ("drawn", "dominant", 0.3)
 PRECISIONS = (torch.float32, torch.float64)
 
 

@@ -29,7 +29,7 @@ elif not INTERPRETED and not torch.cuda.is_available():
     pytestmark = pytest.mark.skip(reason="no GPU, and TRITON_INTERPRET is not 1: make test-triton")
 
 ESTIMATORS = ("reinmax", "gumbel", "straight-through", "none")
-SELECTS, STOPS = ("sample", "greedy"), ("drawn", "dominant")
+SELECTS, STOPS = ("sample", "greedy"), ("drawn", "dominant", 0.3)
 PRECISIONS = (torch.float32, torch.float64)
 
 

@@ -48,7 +48,8 @@ def threshold(router, step, hidden):
         reached += number(probs[e])
         if reached >= router.threshold:
             break
-    return weights
+    scale = len(weights) / sum(weights.values()) if router.total == "count" else 1
+    return {e: scale * weight for e, weight in weights.items()}
 
 
 def aux_free(router, step, hidden):

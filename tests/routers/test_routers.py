@@ -24,6 +24,7 @@ ROUTERS = {
     "relu": (ReLURouting, {}, per_sample.relu),
     "threshold": (Threshold, {}, per_sample.threshold),
     "threshold-0.9": (Threshold, {"threshold": 0.9}, per_sample.threshold),
+    "threshold-count": (Threshold, {"total": "count"}, per_sample.threshold),
     "aux-free": (AuxFree, {}, per_sample.aux_free),
     "top-any": (TopAny, {}, per_sample.top_any),
     "null-experts": (NullExperts, {}, per_sample.null_experts),

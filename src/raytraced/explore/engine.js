@@ -197,11 +197,10 @@ class RaytracedLayer {
 
   /** The candidate drawn: the largest; where a uniform number falls; or, of models so trained, a race's winner. */
   choose(chances, seed, row, step) {
-    const { M } = this;
-    if (this.options.stop === "dominant") {
-      const dominant = chances[M] > Math.max(...chances.subarray(0, M));
-      chances = chances.map((value, place) => ((place === M) === dominant ? value : 0));
-    }
+    const { M, options: { stop } } = this; // a number: what the output node's rate counts
+    if (stop > 0) chances = chances.map((value, place) => (place === M ? stop * value : value));
+    const dominant = chances[M] > Math.max(...chances.subarray(0, M));
+    if (stop === "dominant") chances = chances.map((value, place) => ((place === M) === dominant ? value : 0));
     if (seed === null) return largest(chances);
     if (this.options.estimator === "gumbel") {
       const noise = exponentials(seed, row, step, M + 1);

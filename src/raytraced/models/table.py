@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from raytraced.models.card import ModelCard
 from raytraced.words import did_you_mean, require
@@ -147,7 +147,7 @@ def _fits(value: Any, kind: Any) -> bool:
     """Whether a value may be given for an annotation."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
-    if isinstance(kind, UnionType):
+    if get_origin(kind) in (Union, UnionType):
         return any(_fits(value, member) for member in get_args(kind))
     if get_origin(kind) is Callable:
         return callable(value)
@@ -160,7 +160,7 @@ def _describe(kind: Any) -> str:
     """An annotation in a user's words."""
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
-    if isinstance(kind, UnionType):
+    if get_origin(kind) in (Union, UnionType):
         return " or ".join(_describe(member) for member in get_args(kind))
     names = {int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
     return names.get(kind, "a function")

@@ -17,7 +17,6 @@ from raytraced.routing import Rates, RoutingNetwork
 from raytraced.sequence import RATE_FLOOR, Estimator, Route, Stop
 
 ESTIMATORS = ("straight-through", "reinmax", "gumbel", "none")  # the numbers of cpu/sequence.h
-STOPS = ("drawn", "dominant")
 _LARGE_BYTES = 2**22  # of a gradient, from which fresh pages cost more than the arithmetic on them
 
 
@@ -25,8 +24,8 @@ class Args(ctypes.Structure):
     """struct SequenceArgs of cpu/sequence.h."""
 
     _fields_ = [
-        *fields("batch layers experts steps is_double estimator stop threads", Int),
-        *fields("temperature rate_floor", Float),
+        *fields("batch layers experts steps is_double estimator dominant threads", Int),
+        *fields("temperature rate_floor output_counts", Float),
         *fields("first inner entry sight seed rows active nodes num_active rates output", Pointer),
         *fields("grad_active grad_rates grad_output grad_first grad_inner grad_entry grad_sight", Pointer),
     ]
@@ -35,7 +34,8 @@ class Args(ctypes.Structure):
 _forward = library.bind("raytraced_sequence_forward", ctypes.POINTER(Args))
 _backward = library.bind("raytraced_sequence_backward", ctypes.POINTER(Args))
 
-# What a call is given and gives: spec (L, T, estimator, stop, temperature, sees), data, tensors, and those of a route.
+# What a call is given and gives: spec (L, T, estimator, dominant, temperature, sees, what the output counts), data, tensors, and
+# those of a route.
 DATA = ("seed", "rows")  # no seed: greedy; no rows: 0 … B − 1
 # (B, N), (N, O), (L − 2, N, O, N), gates as far as there are any; and, if gates see the input, (B, L − 1, N, O)
 _TENSORS = {False: ("entry", "first", "inner"), True: ("entry", "sight", "first", "inner")}
@@ -60,7 +60,7 @@ def describe(
             f"entry has shape {tuple(entry_BN.shape)}: must be (batch, {routing.num_experts}), "
             "one rate for each expert of the first layer"
         )
-    numbers = routing.num_layers, num_steps, ESTIMATORS.index(estimator), STOPS.index(stop)
+    numbers = routing.num_layers, num_steps, ESTIMATORS.index(estimator), int(stop == "dominant")
     sees = sight_BLNO is not None and routing.num_layers > 1
     data = (
         [] if seed is None else [seed] if rows_B is None else [seed, rows_B.to(seed.device, torch.int64).contiguous()]
@@ -72,17 +72,27 @@ def describe(
         tensors.insert(1, sight_BLNO)
     if first is not None and (first.dtype != entry_BN.dtype or sees):
         tensors = [tensor.to(entry_BN.dtype) for tensor in tensors]
-    return (*numbers, float(temperature), sees), data, tensors
+    return (*numbers, float(temperature), sees, 1.0 if isinstance(stop, str) else float(stop)), data, tensors
 
 
 def make_args(spec: Sequence[float], data: Sequence[Tensor], tensors: Sequence[Tensor], **pointers: int) -> Args:
     """What the library is told."""
-    L, T, estimator, stop, temperature, sees = spec
+    L, T, estimator, dominant, temperature, sees, output_counts = spec
     B, N = tensors[0].shape
     return Args(
-        *(B, int(L), N, int(T), tensors[0].dtype == torch.float64, int(estimator), int(stop), torch.get_num_threads()),
+        *(
+            B,
+            int(L),
+            N,
+            int(T),
+            tensors[0].dtype == torch.float64,
+            int(estimator),
+            int(dominant),
+            torch.get_num_threads(),
+        ),
         temperature,
         RATE_FLOOR,
+        output_counts,
         **point(DATA, data),
         **point(_TENSORS[bool(sees)], tensors),
         **pointers,

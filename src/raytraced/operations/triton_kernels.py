@@ -139,9 +139,10 @@ def first_of(values_RM, values_most_R, M: tl.constexpr):
 def choose(
     probs_RQP, output_R, seed, draw_row_R, step,
     L: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
-    DRAWN: tl.constexpr, RACE: tl.constexpr, DOMINANT: tl.constexpr,
+    DRAWN: tl.constexpr, RACE: tl.constexpr, DOMINANT: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """The candidate drawn (R,), as layer · P + node; Q · P for the output node."""
+    """The candidate drawn (R,), as layer · P + node; Q · P for the output node, whose rate counts so much."""
+    output_R = output_R * COUNTS
     M: tl.constexpr = Q * P
     probs_RM = tl.reshape(probs_RQP, (R, M))
     most_R = tl.max(probs_RM, 1)
@@ -179,6 +180,7 @@ def sequence_forward(
     entry, first, senders, sight, seed, rows, active, rates, output, nodes, num_active, B, T,
     L: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
     SEES: tl.constexpr, DRAWN: tl.constexpr, HAS_ROWS: tl.constexpr, RACE: tl.constexpr, DOMINANT: tl.constexpr,
+    COUNTS: tl.constexpr,
 ):  # fmt: skip
     """What each row of a block activates; `nodes` and `num_active` come as −1 and 0."""
     row_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -196,7 +198,7 @@ def sequence_forward(
     while (step < T) & (going > 0):
         probs_RQP = rates_RQP * (1 - active_RQP)
         choice_R = choose(
-            probs_RQP, output_R, seed, draw_row_R, step, L, N, Q, P, R, DRAWN, RACE, DOMINANT
+            probs_RQP, output_R, seed, draw_row_R, step, L, N, Q, P, R, DRAWN, RACE, DOMINANT, COUNTS
         )  # fmt: skip
         running_R = running_R & (choice_R < Q * P)
         node_R = (choice_R // P * N + choice_R % P).to(tl.int64)

@@ -76,7 +76,8 @@ def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyp
             sequence_forward[(-(-B // size.R),)](
                 *(entry, first, _by_sender(inner), sight, seed, rows, *route, B, int(spec[1]), *sizes),
                 **options,
-                DOMINANT=int(spec[3]) == cpp_sequence.STOPS.index("dominant"),
+                DOMINANT=bool(spec[3]),
+                COUNTS=float(spec[6]),
                 num_warps=num_warps,
             )
     return route

@@ -3,17 +3,22 @@
 Axes: B batch, N experts a layer, D width.
 """
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
 from raytraced.layer import Choice, Draws, Router
 from raytraced.routers.choosing import balance_loss
-from raytraced.words import require
+from raytraced.words import require, require_one_of
+
+Total = Literal["gate", "count"]
 
 
 class Threshold(Router):
     """As many experts as the gate is unsure of; their weights are the probabilities, not renormalised.
 
+    With `total="count"` they sum to the number of experts, as those of raytraced experts may.
     `entropy` weighs the reference's loss against gates that stay flat to run more, `balance` the auxiliary loss of Switch.
     """
 
@@ -26,12 +31,14 @@ class Threshold(Router):
         threshold: float = 0.5,
         entropy: float = 0.0,
         balance: float = 0.0,
+        total: Total = "gate",
     ) -> None:
         super().__init__(dim, num_layers, num_experts)
         require(0 <= threshold <= 1, "threshold", threshold, "must lie in 0 … 1, it is a sum of probabilities")
         require(entropy >= 0, "entropy", entropy, "must not be negative")
         require(balance >= 0, "balance", balance, "must not be negative")
-        self.threshold, self.entropy, self.balance = threshold, entropy, balance
+        require_one_of("total", total, get_args(Total))
+        self.threshold, self.entropy, self.balance, self.total = threshold, entropy, balance, total
 
     def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:
         logits_BN = self.gate_logits(step, hidden_BD)
@@ -44,10 +51,13 @@ class Threshold(Router):
         if self.training and self.balance:
             balance = self.balance * balance_loss(probs_BN, active_BN)
             loss = balance if loss is None else loss + balance
-        return Choice(active_BN, probs_BN * active_BN, loss)
+        weights_BN = probs_BN * active_BN
+        if self.total == "count":
+            weights_BN = weights_BN * (active_BN.sum(-1, keepdim=True) / weights_BN.sum(-1, keepdim=True))
+        return Choice(active_BN, weights_BN, loss)
 
     def extra_repr(self) -> str:
-        return f"threshold={self.threshold}, entropy={self.entropy}, balance={self.balance}"
+        return f"threshold={self.threshold}, entropy={self.entropy}, balance={self.balance}, total={self.total}"
 
 
 def reach(probs_BN: Tensor, threshold: float) -> Tensor:

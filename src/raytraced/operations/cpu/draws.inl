@@ -24,7 +24,8 @@ template <class S> struct Draw {
 
   inline int choose(const T* probs, const T* mass, const T* peak, T output, int depth, int step) {
     const int M = size.L * size.N();
-    if (args.stop == DOMINANT) {
+    output *= (T)args.output_counts;
+    if (args.dominant) {
       T most = 0;
       for (int l = 0; l < depth; ++l) most = peak[l] > most ? peak[l] : most;
       if (output > most) return M;

@@ -5,12 +5,11 @@
 namespace raytraced {
 
 enum Estimator : long long { STRAIGHT_THROUGH = 0, REINMAX = 1, GUMBEL = 2, NONE = 3 };
-enum Stop : long long { DRAWN = 0, DOMINANT = 1 };
 
 // As class Args in cpp_sequence.py; every field takes 8 bytes, tensors are contiguous.
 struct SequenceArgs {
-  long long batch, layers, experts, steps, is_double, estimator, stop, threads;
-  double temperature, rate_floor;
+  long long batch, layers, experts, steps, is_double, estimator, dominant, threads;
+  double temperature, rate_floor, output_counts;  // the last: how much, beside the nodes, when one is drawn
   const void *first, *inner, *entry;  // gates (N, O) and (L-2, N, O, N), entry rates (B, N)
   const void* sight;                  // (B, L-1, N, O): what the gates see of the input, added to their logits; null for nothing
   const long long *seed, *rows;       // one number, null for greedy; (B,), null for 0 ... B-1

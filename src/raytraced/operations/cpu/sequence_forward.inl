@@ -125,7 +125,7 @@ template <class S> struct Forward {
       most = S::max(most, p);
     }
     if (args.seed) mass[l] = S::sum(total)[0];
-    if (!args.seed || args.stop == DOMINANT) peak[l] = S::largest(most)[0];
+    if (!args.seed || args.dominant) peak[l] = S::largest(most)[0];
   }
 
   // What layer l now sends, summed into the rates of the next and its part of the output's.
