@@ -223,7 +223,7 @@ def stops(run: Run, folder: RunFolder, data_root: str | None) -> dict[str, Any]:
     "points": a row for each number of points that may be lost; "looks": a row where everyone stops after as many layers;
     "runs": by experts run at the threshold that may lose 0.1 points, the number of images and how many of them are right.
     """
-    if not run.config.look_loss and not run.config.anytime_loss:
+    if not run.config.look_loss and not run.config.anytime_loss and run.config.model != "multi-exit":
         return {}
     from raytraced.saving import load
     from raytraced.tasks.table import find_task

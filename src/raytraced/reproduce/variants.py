@@ -77,10 +77,11 @@ DENSE_VARIANTS = tuple(
     Variant(f"dense-{num}", "dense", {"num_blocks": num}, family="dense", setting=num) for num in (1, 2, 4, 8)
 )
 
-# Everyone trained to be stopped early: half of the loss is asked of the answers after each layer, block or exit.
-# It is part of our recipe.
+# Everyone trained to be stopped early: half of the loss is asked of the answers after each layer or block.
+# It is part of our recipe; multi-exit's own loss is that of every exit.
 SURE_VARIANTS = (
     MRE,
+    MULTI_EXIT,
     *(
         replace(
             one,
