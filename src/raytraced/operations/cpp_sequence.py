@@ -34,8 +34,8 @@ class Args(ctypes.Structure):
 _forward = library.bind("raytraced_sequence_forward", ctypes.POINTER(Args))
 _backward = library.bind("raytraced_sequence_backward", ctypes.POINTER(Args))
 
-# What a call is given and gives: spec (L, T, estimator, dominant, temperature, sees, what the output counts), data, tensors, and
-# those of a route.
+# What a call is given and gives: spec (L, T, estimator, dominant, temperature, sees, what the output counts), data, tensors,
+# and those of a route.
 DATA = ("seed", "rows")  # no seed: greedy; no rows: 0 … B − 1
 # (B, N), (N, O), (L − 2, N, O, N), gates as far as there are any; and, if gates see the input, (B, L − 1, N, O)
 _TENSORS = {False: ("entry", "first", "inner"), True: ("entry", "sight", "first", "inner")}
