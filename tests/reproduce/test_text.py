@@ -13,7 +13,7 @@ from raytraced.reproduce.plan import BYTES, FULL, TEXT, Planner, collect_runs
 from raytraced.reproduce.records import Store
 from raytraced.reproduce.variants import text_variants
 
-RATES = {"enwik8": {"mre": 4e-3, "stack-2": 2e-3, "dense-4": 8e-3, "top-4-of-32": 1e-3}}
+RATES = {"enwik8": {"mre": 4e-3, "mre-wide": 4e-3, "stack-2": 2e-3, "dense-4": 8e-3, "top-4-of-32": 1e-3}}
 TINY = replace(
     BYTES,
     epochs=1,
@@ -41,13 +41,15 @@ def test_everyone_is_trained_alike_but_for_what_its_recipe_says():
     assert {run.config.lr for run in runs if "mre" in run.label} == {4e-3}
     assert {run.config.lr for run in runs if run.config.model == "gpt-dense"} == {8e-3}
     assert {run.config.lr for run in runs if run.label.endswith("-of-32")} == {1e-3}
-    assert {run.config.lr for run in runs if not run.label.startswith(("mre", "dense", "top"))} == {2e-3}
+    assert {
+        run.config.lr for run in runs if not run.label.startswith(("mre", "dense")) and not run.label.endswith("-of-32")
+    } == {2e-3}
 
 
 def test_one_search_serves_both_texts():
     runs = collect_runs(["text"], Planner(TEXT, {}), None)
     assert {(run.group, run.data) for run in runs} == {("search", "enwik8")}
-    assert {run.family for run in runs} == {"mre", "stack-2", "dense-4", "top-4-of-32"}
+    assert {run.family for run in runs} == {"mre", "mre-wide", "stack-2", "dense-4", "top-4-of-32"}
 
 
 def test_who_routes_has_the_same_experts():

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from raytraced.files import write_file
-from raytraced.reproduce.canvas import BLUE, GREY, INK, ORANGE, panels
+from raytraced.reproduce.canvas import BLUE, GREY, INK, ORANGE, SKY, panels
 from raytraced.reproduce.records import Record, Results, choose_rate, shorten, spread
 from raytraced.reproduce.tables import Table, count_seeds
 from raytraced.reproduce.variants import DATA_NAMES
@@ -90,7 +90,7 @@ def search_rows(results: Results) -> Table:
         told = {lr: "diverged" if score is None else f"{-score:.3f}" for lr, score in tried.items()}
         told |= {} if best is None else {best: f"**{told[best]}**"}
         rows.append([f"{DATA_NAMES[data]}, {label}", *(told.get(lr, "–") for lr in rates)])
-    note = "Whole runs, a seed that no other run has. All of dense blocks, of 32 in one layer, and of stacks share one."
+    note = "Whole runs, a seed that no other run has. All of dense blocks, of rivals' 32 in one layer, and of stacks share one."
     return Table("Learning-rate search", ["", *(f"{lr:g}" for lr in rates)], rows, note)
 
 
@@ -119,11 +119,22 @@ def text_figure(results: Results, shown: list[str]) -> Figure:
             linestyle="--",
             markerfacecolor="white",
         )
-        looks = {"planned-1": "^", "threshold": "P", "aux-free": "v", "null-experts": "*", "chain": "h", "relu": "X"}
+        looks = {
+            "planned-1": "^",
+            "threshold": "P",
+            "aux-free": "v",
+            "null-experts": "*",
+            "chain": "h",
+            "relu": "X",
+            "threshold-of-32": "P",
+            "relu-of-32": "X",
+        }
         for label, marker in looks.items():
             if label in points:
-                line((label,), label, color=GREY, marker=marker, linestyle="none", markerfacecolor="white")
+                color = ORANGE if label.endswith("-of-32") else GREY
+                line((label,), label, color=color, marker=marker, linestyle="none", markerfacecolor="white")
         line(("mre-target-4", "mre-target-8"), "MRE, trained for 4, 8", color=BLUE, marker="o", linestyle="-")
+        line(("mre-wide-target-4", "mre-wide"), "MRE of one layer, trained for 4; its own end", color=SKY, marker="o")
         line(("mre",), "MRE, its own end", color=BLUE, marker="o", linestyle="none", markerfacecolor="white")
         for record in results.of(data, "mre-elastic")[:1]:
             rows = record.budgets[1:9]

@@ -120,12 +120,15 @@ INIT_VARIANTS = tuple(
 # On tokens, 32 experts in each block of a decoder. Found on validation bytes: docs/text.md.
 TEXT_RECIPE = {"num_layers": 2, "num_experts": 16, "weighting": "rates", "sight_rank": 16, "reach": 0.0}
 TEXT_MRE = Variant("mre", "gpt-mre", TEXT_RECIPE, {"target_experts": None})
+# One layer of all 32: its sequences would end after one expert, did the output node's rate count in full.
+WIDE = {"num_layers": 1, "num_experts": 32, "weighting": "rates", "sight_rank": 0, "reach": 0.0, "stop": 0.12}
+TEXT_MRE_WIDE = Variant("mre-wide", "gpt-mre", WIDE, {"target_experts": None})
 STACK = Variant("stack-2", "gpt-top-k", {"k": 2})
 TEXT_DENSE = Variant("dense-4", "gpt-dense", {"num_blocks": 4}, family="dense", setting=4)
 
 
 def text_variants() -> tuple[Variant, ...]:
-    """All that meet on tokens; a search each for ours, dense blocks, one layer of 32, and all the stacks of layers."""
+    """All that meet on tokens; a search each for ours, ours in one layer, dense blocks, one layer of 32, and all stacks."""
     aimed = (
         replace(TEXT_MRE, label=f"mre-target-{num}", training={"target_experts": float(num)}, family="mre", setting=num)
         for num in (4, 8)
@@ -136,14 +139,20 @@ def text_variants() -> tuple[Variant, ...]:
         for num in (1, 2, 8)
     )
     wide = Variant("top-4-of-32", "gpt-top-k", {"num_layers": 1, "num_experts": 32, "k": 4, "total": "count"})
-    one_layer = (replace(wide, label=f"top-{k}-of-32", options=wide.options | {"k": k}, tuned_as=wide) for k in (1, 2))
+    one_layer = (
+        *(replace(wide, label=f"top-{k}-of-32", options=wide.options | {"k": k}) for k in (1, 2)),
+        Variant("threshold-of-32", "gpt-threshold", {"num_layers": 1, "num_experts": 32, "total": "count"}),
+        Variant("relu-of-32", "gpt-relu", {"num_layers": 1, "num_experts": 32, "k": 4.0}),
+    )
     gated = (
         Variant("stack-1", "gpt-top-k", {"k": 1}),
         Variant("planned-1", "gpt-planned", {"k": 1}),
         *(Variant(name, f"gpt-{name}") for name in ("threshold", "aux-free", "null-experts", "chain", "relu")),
     )
     mine = (TEXT_MRE, *(replace(one, tuned_as=TEXT_MRE) for one in (*aimed, elastic)))
-    return (*mine, TEXT_DENSE, *dense, wide, *one_layer, STACK, *(replace(one, tuned_as=STACK) for one in gated))
+    held = replace(TEXT_MRE_WIDE, label="mre-wide-target-4", training={"target_experts": 4.0}, tuned_as=TEXT_MRE_WIDE)
+    rivals = (*dense, wide, *(replace(one, tuned_as=wide) for one in one_layer))
+    return (*mine, TEXT_MRE_WIDE, held, TEXT_DENSE, *rivals, STACK, *(replace(one, tuned_as=STACK) for one in gated))
 
 
 # Models in the package: name → data set and recipe.
