@@ -3,9 +3,9 @@
     raytraced reproduce --only sure                       # trains the models
     python benchmarks/sure_seconds.py results/runs        # writes sure-seconds.md beside it
 
-MRE is the model that comes with the package, on the union seed 0 as all others are. Thresholds from validation images, the cheapest that
-loses at most 0.1 points. Contenders take turns; a time for 1,000 is the median of them, that for one image the mean. The
-first 10 × 1,000 test images, then the first 400 of them one by one.
+MRE is the model that comes with the package, on the union seed 0 as all others are. Thresholds from validation images,
+the cheapest that loses at most 0.1 points. Contenders take turns; a time for 1,000 is the median of them, that for one image
+the mean. The first 10 × 1,000 test images, then the first 400 of them one by one.
 """
 
 import argparse
