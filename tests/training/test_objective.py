@@ -12,7 +12,7 @@ from raytraced.cost import sample_cost
 from raytraced.tasks.images.task import ImageTask
 from raytraced.tasks.task import Batch
 from raytraced.training.config import TrainConfig
-from raytraced.training.objective import PREFIXES, STOP_WEIGHT, Objective, seeded, step_seed
+from raytraced.training.objective import PREFIXES, Objective, seeded, step_seed
 from training.stripes import GRID
 
 
@@ -106,7 +106,16 @@ def test_the_loss_on_stops_asks_long_sequences_to_end_and_short_ones_to_go_on(ba
         expected += -math.log(rate) if over > 0.5 else -math.log(1 - rate) if over < -0.5 else 0.0
     more = objective(batch, 0, 5).loss - free(batch, 0, 5).loss
     assert expected > 0
-    assert more.item() == pytest.approx(STOP_WEIGHT * expected / 5, rel=1e-4)
+    assert more.item() == pytest.approx(0.03 * expected / 5, rel=1e-4)  # the weight that every record was trained with
+
+
+def test_the_loss_on_stops_asks_nothing_of_padding(batch):
+    objective, free, kept = make(config=TrainConfig(target_experts=3.0)), make(), torch.tensor([1, 1, 0, 1, 0]).bool()
+    free.load_state_dict(objective.state_dict())
+    alone = Batch(batch.inputs[kept], batch.targets[kept], batch.rows[kept])
+    padded, expected = (objective(one, 0, 3).loss - free(one, 0, 3).loss for one in (batch._replace(mask=kept), alone))
+    assert expected > 0
+    assert padded.item() == pytest.approx(expected.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("estimator", ["none", "reinmax"])
