@@ -140,6 +140,39 @@ def test_how_many_are_easier_does_not_count_padding(batch):
     losses, mask = torch.tensor([[0.5, 2.0], [1.0, 0.0]]), torch.tensor([[True, True], [True, False]])
     assert make().easier(losses, None, 4)[0].tolist() == pytest.approx([1 / 3, 1.0])
     assert make().easier(losses, mask, 3)[mask].tolist() == [0.0, 1.0, 0.5]
+    assert make().easier(torch.tensor([2.0, 1.0]), None, 2).tolist() == [1.0, 0.0]
+    assert make().easier(torch.tensor([2.0]), None, 1).tolist() == [0.0]
+
+
+def test_who_is_easier_is_asked_of_all_processes(monkeypatch):
+    """The other process's part by hand; tests/training/test_distributed.py has two that are real."""
+    other = torch.tensor([0.3, 1.5, 2.5])
+
+    def all_gather(parts, own):
+        assert len(parts) == 2
+        of_other = torch.tensor([3.0]) if len(own) == 1 else other
+        assert own.tolist() == ([2.0] if len(own) == 1 else [2.0, 1.0, math.inf])
+        for part, value in zip(parts, (own, of_other), strict=True):
+            part.copy_(value)
+
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    assert make(world_size=2).easier(torch.tensor([2.0, 1.0]), None, 5).tolist() == [3 / 4, 1 / 4]
+    monkeypatch.setattr(torch.distributed, "all_gather", lambda *_: pytest.fail("there is nobody to ask"))
+    assert make(world_size=1).easier(torch.tensor([2.0, 1.0]), None, 2).tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_cannot_be_compiled_is_told_in_one_line_and_nothing_else_is_blamed_on_it(batch, compiled, monkeypatch):
+    objective = make(config=TrainConfig(compile=compiled))
+
+    def fail(*args, **options):
+        raise RuntimeError("no compiler\nand forty lines of where")
+
+    monkeypatch.setattr(objective.model, "run", fail)
+    kind, told = (ValueError, r"compile=True: the model cannot be compiled here \(no compiler\)") if compiled else (
+        RuntimeError, "no compiler\nand forty lines of where")  # fmt: skip
+    with pytest.raises(kind, match=told):
+        objective.rehearse(batch)
 
 
 def test_every_parameter_has_a_gradient_where_processes_wait_for_one_another(batch):
@@ -182,6 +215,8 @@ def test_a_prediction_has_costs_and_prefixes_if_it_is_full_and_not_under_a_budge
         assert cost is None
         full = objective.predict(batch, 0, True)
         ((within, known),) = objective.predict(batch, 0, True, max_experts=1)
+        ((surely, _),) = objective.predict(batch, 0, True, sure=0.0)
+        assert int(surely.num_experts.max()) == 0
         assert len(full) > 2
         assert [int(each.num_experts.max()) for each, _ in full[:3]] == [0, 1, 2]
         torch.testing.assert_close(full[-1][0].logits, out.logits)
