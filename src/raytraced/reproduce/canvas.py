@@ -61,6 +61,7 @@ LOOKS = {
     "top-1-sure": Look(YELLOW, "v", "-."),
     "top-k-sure": Look(ORANGE, "s", "-."),
     "threshold-sure": Look(GREEN, "P", "-."),
+    "multi-exit-sure": Look(PURPLE, "p", ":", False),
 }
 
 

@@ -261,8 +261,8 @@ def runs_of(part: str, planner: Planner, wanted: Wanted) -> list[Run]:
             texts = [name for name in asked if plans[name].options == BYTES.options]
             return planner.runs("main", who.text_variants(), texts, seeds)
         case "sure":
-            names = [name for name in asked if plans[name].compared]
-            return planner.runs("main", who.SURE_VARIANTS, names, range(scale.num_compared_seeds))
+            pairs = [(name, who.sure_variants(plans[name].wide)) for name in asked if plans[name].compared]
+            seeds = range(scale.num_compared_seeds)
         case _:  # ship
             pairs = [(name, (variant,)) for name, variant in who.SHIPPED.values() if name in asked]
     return [run for name, variants in pairs for run in planner.runs("main", variants, [name], seeds)]

@@ -78,10 +78,9 @@ DENSE_VARIANTS = tuple(
 )
 
 # Everyone trained to be stopped early: half of the loss is asked of the answers after each layer or block.
-# It is part of our recipe; multi-exit's own loss is that of every exit.
+# It is part of our recipe.
 SURE_VARIANTS = (
     MRE,
-    MULTI_EXIT,
     *(
         replace(
             one,
@@ -93,6 +92,13 @@ SURE_VARIANTS = (
         for one in (*DENSE_VARIANTS, TOP_1, TOP_K, THRESHOLD)
     ),
 )
+
+
+def sure_variants(wide: bool) -> tuple[Variant, ...]:
+    """All that are stopped when sure on a data set; of multi-exit, as wide as MRE, the own loss is that of every exit."""
+    width = {} if wide else {"dim": 16}
+    exits = replace(MULTI_EXIT, label="multi-exit-sure", options=MULTI_EXIT.options | width, tuned_as=MULTI_EXIT)
+    return (*SURE_VARIANTS, exits)
 
 
 def compared_variants(targets: tuple[float, ...], wide: bool) -> tuple[Variant, ...]:
