@@ -37,9 +37,10 @@ test-triton: .venv/gpu-ready
 
 # on a machine with a GPU and a PyTorch for it: every kernel against the plain path there, then what it is worth
 test-gpu: .venv/ready
-	$(PY) -c "import torch, triton; assert torch.cuda.is_available(), 'no GPU, or a PyTorch without CUDA: see docs/gpu.md'"
+	@$(PY) -c "import sys, torch; torch.cuda.is_available() or sys.exit('no GPU, or a PyTorch without CUDA: see docs/gpu.md')"
+	@$(PY) -c "import sys, importlib.util as i; i.find_spec('triton') or sys.exit('no triton: pip install raytraced[gpu]')"
 	$(PY) -m pytest tests/operations
-	$(BIN)/raytraced benchmark --only gpu
+	$(BIN)/raytraced benchmark --only gpu --output benchmarks/gpu
 
 # one small fault at a time in the core, until a test notices; goes on where it was stopped; see docs/testing.md
 test-mutants: .venv/ready

@@ -91,7 +91,7 @@ def test_a_workload_gives_ratios_of_named_contenders(name, bench, small):
     assert len({(row["what"], row["against"]) for row in outcome.rows}) == len(outcome.rows)
 
 
-def test_what_a_gpu_would_be_asked_runs_and_without_one_the_reason_is_told(bench, monkeypatch):
+def test_what_a_gpu_would_be_asked_runs(bench, monkeypatch):
     monkeypatch.setattr(gpu_workloads, "GPU_GRIDS", ((2, 4),))
     monkeypatch.setattr(gpu_workloads, "GPU_BATCH", 8)
     monkeypatch.setattr(gpu_workloads, "COSTLY", ExpertSize(8, 16))
@@ -102,9 +102,26 @@ def test_what_a_gpu_would_be_asked_runs_and_without_one_the_reason_is_told(bench
     assert [row["ratio"] > 0 for row in outcome.rows] == [True] * 6
     assert {"sequence, greedy, 2×4", "sequence, drawn, 2×4"} <= {row["what"] for row in outcome.rows}
     assert all(outcome.conditions.values())
+
+
+def test_without_a_gpu_its_rows_are_left_out_and_nothing_is_written_if_nothing_else_was_asked(
+    tmp_path, small, monkeypatch, capsys
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (row,) = gpu_workloads.gpu(bench).rows
-    assert (row["ratio"], row["note"]) == (None, "no GPU here")
+    with pytest.raises(ValueError, match="only=gpu: no GPU, or a PyTorch without CUDA"):
+        benchmark.run(["gpu"], tmp_path, TINY, "digits", fresh=False)
+    assert not list(tmp_path.iterdir())
+    benchmark.run(["latency", "gpu"], tmp_path, TINY, "digits", fresh=False)
+    assert "gpu: left out, no GPU here" in capsys.readouterr().out
+    assert list(json.loads((tmp_path / "results.json").read_text())["workloads"]) == ["latency"]
+
+
+def test_figures_of_one_gpu_are_not_kept_for_another(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    alone = results.describe_machine()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    assert results.describe_machine() == alone | {"gpu": "H100"}
 
 
 def test_end_to_end_at_tiny_size(tmp_path, small, monkeypatch, capsys):

@@ -69,14 +69,15 @@ def others_share(since: tuple[float, float, float]) -> float | None:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, versions, and whether operations are compiled; the same from run to run on one machine."""
+    """Processor, versions, the GPU if any, and whether operations are compiled; the same from run to run on one machine."""
     import torch
 
     from raytraced import operations
 
     info = Path("/proc/cpuinfo")
     name = re.search(r"model name\s*:\s*(.*)", info.read_text()) if info.exists() else None
-    return {
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return gpu | {
         "processor": name[1] if name else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "instructions": torch.backends.cpu.get_cpu_capability(),

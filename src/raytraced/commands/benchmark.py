@@ -41,6 +41,10 @@ def run(names: list[str], folder: Path, settings: Any, data: str, fresh: bool) -
 
     from raytraced.benchmark import gpu_workloads, layer_workloads, model_workloads, report, results
 
+    if "gpu" in names and not torch.cuda.is_available():
+        require(names != ["gpu"], "only", "gpu", "no GPU, or a PyTorch without CUDA; see docs/gpu.md")
+        print("gpu: left out, no GPU here")
+        names = [name for name in names if name != "gpu"]
     stamp = {"code": results.code_hash(Path(__file__).parent.parent), "settings": settings._asdict()}
     machine = results.describe_machine() | {"images": data}
     file = results.ResultsFile(folder / "results.json", machine, stamp, fresh=fresh)
