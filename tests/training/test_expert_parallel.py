@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from operations.test_no_round_trips import looks_of
 from raytraced import PAPER, RaytracedExperts
 from raytraced.grid import MLPExperts, run_sparse
 from raytraced.layer import routed_layer
-from raytraced.operations.sharded_experts import HALVES, Exchange, ShardedExperts
+from raytraced.operations import sharded_experts
+from raytraced.operations.sharded_experts import THIRDS, Exchange, ShardedExperts
 from raytraced.routers.top_k import TopK
 from raytraced.training.expert_parallel import make_mesh, shard_experts
 from training import expert_worker
@@ -80,15 +82,60 @@ def test_a_mesh_of_one_gives_the_plain_answer_and_its_looks(mesh, stream):
         torch.testing.assert_close(one, other)
 
 
-def test_one_exchange_plans_all_layers_in_two_halves(mesh, monkeypatch):
+def test_one_exchange_plans_all_layers_in_three_thirds(mesh, monkeypatch):
     calls, usual = [], dist.all_to_all_single
     monkeypatch.setattr(dist, "all_to_all_single", lambda *args, **options: calls.append(1) or usual(*args, **options))
     active_BLN = torch.tensor([[[1, 0], [0, 1]], [[1, 1], [0, 0]], [[0, 0], [1, 1]], [[0, 1], [0, 0]]])
     plan = Exchange(active_BLN, mesh["experts"])
     assert len(calls) == 1
-    rows = [[plan.pairs[layer][half][0].tolist() for half in HALVES] for layer in range(2)]
-    assert rows == [[[0, 1, 1], [3]], [[0], [2, 2]]]
-    assert [plan.pieces(layer, 0) for layer in range(2)] == [[[2, 1]], [[0, 1]]]
+    assert plan.rows == [1, 1, 2]
+    rows = [[plan.pairs[layer][third][0].tolist() for third in THIRDS] for layer in range(2)]
+    assert rows == [[[0], [0, 0], [1]], [[0], [], [0, 0]]]  # counted from the first of their third
+    assert [plan.pieces(layer, 2) for layer in range(2)] == [[[0, 1]], [[1, 1]]]
+
+
+def test_the_plan_looks_at_the_device_once(mesh):
+    active_BLN, column = (torch.rand(9, 3, 4) < 0.5).float(), mesh["experts"]
+    assert looks_of(lambda: Exchange(active_BLN, column)) == ["tolist"]
+
+
+def events(monkeypatch, run):
+    """What is sent (">"), awaited ("<") and computed ("="), in its order."""
+    found, start, local = [], sharded_experts._Handle.start, sharded_experts.run_local
+
+    def starts(handle, *args):
+        found.append(f">{names.setdefault(handle, len(names))}")
+        return start(handle, *args)
+
+    names = {}
+    for which, way in ((sharded_experts._Finish, "forward"), (sharded_experts._Start, "backward")):
+        usual = getattr(which, way)
+
+        def waits(ctx, tensor, handle=None, usual=usual):
+            found.append(f"<{names[handle or ctx.handle]}")
+            return usual(ctx, tensor, *([] if handle is None else [handle]))
+
+        monkeypatch.setattr(which, way, staticmethod(waits))
+    monkeypatch.setattr(sharded_experts._Handle, "start", starts)
+    monkeypatch.setattr(sharded_experts, "run_local", lambda *args: found.append("=") or local(*args))
+    run()
+    return found
+
+
+def test_rows_leave_for_the_next_layer_while_experts_of_this_one_compute(mesh, monkeypatch):
+    hidden_BD, ones_BLN = torch.randn(6, 3, requires_grad=True), torch.ones(6, 2, 2)
+    sharded = ShardedExperts(MLPExperts(2, 2, 3), mesh["experts"])
+    found = events(monkeypatch, lambda: sharded(hidden_BD, ones_BLN, ones_BLN, "residual", False).sum().backward())
+    leave = [">0", ">1", ">2"]  # three thirds, for the first layer
+    first = ["<0", "=", ">3"]  # is computed, and goes home
+    second = ["<1", "=", ">4", "<3", ">5"]  # is computed meanwhile; the first, home, leaves for the second layer
+    third = ["<2", "=", ">6", "<4", ">7"]  # is computed while the first travels there
+    rest = ["<5", "=", ">8", "<6", ">9", "<7", "=", ">10", "<8", "<9", "=", ">11", "<10", "<11"]
+    forward = leave + first + second + third + rest
+    assert found[: len(forward)] == forward
+    # backward, the same in reverse: what was awaited is sent, what was sent is awaited
+    turned = [{">": "<", "<": ">"}[each[0]] + each[1:] for each in reversed(forward) if each != "="]
+    assert found[len(forward) :] == turned
 
 
 def test_an_active_node_has_an_active_one_above_it():

@@ -1,11 +1,12 @@
 """Experts of a grid shared out over processes: each owns some of every layer, and rows travel to the experts they chose.
 
 The whole path of a row is known before any expert runs. So one exchange of counts plans all layers, where routing layer by
-layer needs one in each and waits for it. Rows go in two halves: one travels while experts compute for the other. (No row could
-be sent before the layer above it is done: a node gets a firing rate only from active nodes of that layer.)
+layer needs one in each and waits for it. Rows go in three thirds, in turn. While experts compute for one, the results of the
+one before travel home, and the one before that is already on its way to the experts of the next layer. (A row itself cannot be
+sent before its layer above is done: a node gets a firing rate only from active nodes of that layer.)
 
 Axes: B rows of this process, L layers, N experts a layer, E processes that share them, n = N / E experts of each, D width,
-H = 2 halves of the rows, P pairs (row, expert).
+H = 3 thirds of the rows, P pairs (row, expert).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from raytraced.grid import MLPExperts, Stream, run_stream
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-HALVES = (0, 1)
+THIRDS = (0, 1, 2)
 
 
 class _Handle:
@@ -75,26 +76,30 @@ class Exchange:
     def __init__(self, active_BLN: Tensor, mesh: "DeviceMesh") -> None:
         self.group, self.num_processes = mesh.get_group(), mesh.size()
         runs_LNB = (active_BLN.detach() > 0).permute(1, 2, 0)
-        (L, _, B), device = runs_LNB.shape, active_BLN.device
-        half_HB = torch.arange(B, device=device) * 2 // max(B, 1) == torch.arange(2, device=device)[:, None]
-        runs_LHNB = runs_LNB[:, None] & half_HB[:, None]
-        counts_LHEn = runs_LHNB.sum(-1).view(L, 2, self.num_processes, -1)
-        sent_ELHn = counts_LHEn.permute(2, 0, 1, 3).contiguous()
+        (L, _, B), H = runs_LNB.shape, len(THIRDS)
+        starts, stops = ([B * (third + more) // H for third in THIRDS] for more in (0, 1))
+        self.rows = [stop - start for start, stop in zip(starts, stops, strict=True)]
+        row_B = torch.arange(B, device=active_BLN.device)
+        third_HB = torch.stack([(row_B >= start) & (row_B < stop) for start, stop in zip(starts, stops, strict=True)])
+        runs_LHNB = runs_LNB[:, None] & third_HB[:, None]
+        sent_ELHn = runs_LHNB.sum(-1).view(L, H, self.num_processes, -1).permute(2, 0, 1, 3).contiguous()
         received_ELHn = torch.empty_like(sent_ELHn)
         dist.all_to_all_single(received_ELHn, sent_ELHn, group=self.group)
-        self.sent, self.received = sent_ELHn.tolist(), received_ELHn.tolist()
-        # The pairs of each layer and half, sorted by expert (so by owner), then row.
-        parts = runs_LHNB.nonzero().split(counts_LHEn.sum((2, 3)).flatten().tolist())
-        self.pairs = [[(part[:, 3], part[:, 2]) for part in parts[2 * layer : 2 * layer + 2]] for layer in range(L)]
+        self.sent, self.received = torch.stack([sent_ELHn, received_ELHn]).tolist()  # the one look
+        # The pairs (row within its third, expert) of each layer and third, sorted by expert (so by owner), then row.
+        sizes = [sum(sum(each[layer][third]) for each in self.sent) for layer in range(L) for third in THIRDS]
+        parts = torch.nonzero_static(runs_LHNB, size=sum(sizes)).split(sizes)
+        pairs = [(part[:, 3] - starts[index % H], part[:, 2]) for index, part in enumerate(parts)]
+        self.pairs = [pairs[H * layer : H * (layer + 1)] for layer in range(L)]
 
-    def handle(self, layer: int, half: int, back: bool = False) -> _Handle:
-        """For the rows of one half on their way to their experts, or for results on their way home."""
-        sent, received = ([sum(each[layer][half]) for each in way] for way in (self.sent, self.received))
+    def handle(self, layer: int, third: int, back: bool = False) -> _Handle:
+        """For the rows of one third on their way to their experts, or for results on their way home."""
+        sent, received = ([sum(each[layer][third]) for each in way] for way in (self.sent, self.received))
         return _Handle(received, sent, self.group) if back else _Handle(sent, received, self.group)
 
-    def pieces(self, layer: int, half: int) -> list[list[int]]:
-        """How many rows of a half came from each process for each of this one's experts (E, n)."""
-        return [each[layer][half] for each in self.received]
+    def pieces(self, layer: int, third: int) -> list[list[int]]:
+        """How many rows of a third came from each process for each of this one's experts (E, n)."""
+        return [each[layer][third] for each in self.received]
 
 
 class ShardedExperts(nn.Module):
@@ -121,23 +126,42 @@ class ShardedExperts(nn.Module):
             [part.unbind(0) for part in _local(stack, plan.num_processes)] for stack in (self.weights, self.biases)
         ]
 
-        def update(layer: int, hidden_BD: Tensor) -> Tensor:
-            weights, biases = ([part[layer] for part in stack] for stack in local)
-            there, back = ([plan.handle(layer, half, back=way) for half in HALVES] for way in (False, True))
-            pairs = plan.pairs[layer]
-            rows = [_Start.apply(hidden_BD[pairs[half][0]], there[half]) for half in HALVES]
-            for half in HALVES:  # while one half computes, the other is on its way there, then back
-                arrived_PD = _Finish.apply(rows[half], there[half])
-                result_PD = run_local(weights, biases, arrived_PD, plan.pieces(layer, half))
-                rows[half] = _Start.apply(result_PD, back[half])
-            update_BD = torch.zeros_like(hidden_BD)
-            for half, (rows_P, experts_P) in zip(HALVES, pairs, strict=True):
-                home_PD = _Finish.apply(rows[half], back[half])
-                mix_P1 = mix_BLN[rows_P, layer, experts_P, None].to(home_PD.dtype)
-                update_BD = update_BD.index_add(0, rows_P, (home_PD * mix_P1).to(hidden_BD.dtype))
-            return update_BD
+        hidden, mix = list(hidden_BD.split(plan.rows)), mix_BLN.split(plan.rows)
+        travelling: dict[int, tuple[Tensor, _Handle]] = {}  # by third
+        updates: list[list[Tensor]] = [[] for _ in range(self.num_layers)]
 
-        return run_stream(stream, self.num_layers, hidden_BD, update, looks)
+        def send(layer: int, third: int) -> None:
+            rows_P, _ = plan.pairs[layer][third]
+            handle = plan.handle(layer, third)
+            travelling[third] = _Start.apply(hidden[third][rows_P], handle), handle
+
+        def work(layer: int, third: int) -> None:
+            weights, biases = ([part[layer] for part in stack] for stack in local)
+            arrived_PD = _Finish.apply(*travelling[third])
+            result_PD = run_local(weights, biases, arrived_PD, plan.pieces(layer, third))
+            handle = plan.handle(layer, third, back=True)
+            travelling[third] = _Start.apply(result_PD, handle), handle
+
+        def combine(layer: int, third: int) -> None:
+            rows_P, experts_P = plan.pairs[layer][third]
+            home_PD, before_BD = _Finish.apply(*travelling[third]), hidden[third]
+            mix_P1 = mix[third][rows_P, layer, experts_P, None].to(home_PD.dtype)
+            update_BD = torch.zeros_like(before_BD).index_add(0, rows_P, (home_PD * mix_P1).to(before_BD.dtype))
+            hidden[third] = before_BD + update_BD if stream == "residual" else update_BD
+            updates[layer].append(update_BD)
+
+        for third in THIRDS:
+            send(0, third)
+        turns = [(layer, third) for layer in range(self.num_layers) for third in THIRDS]
+        for index, turn in enumerate(turns):
+            work(*turn)
+            if index:  # what the turn before found came home meanwhile; its rows leave for the next layer
+                layer, third = turns[index - 1]
+                combine(layer, third)
+                if layer + 1 < self.num_layers:
+                    send(layer + 1, third)
+        combine(*turns[-1])
+        return run_stream(stream, self.num_layers, hidden_BD, lambda layer, _: torch.cat(updates[layer]), looks)
 
     def run_layer(self, layer: int, hidden_BD: Tensor) -> Tensor:
         raise ValueError("experts on several processes: cannot run on every row; use mask_gradient=active")

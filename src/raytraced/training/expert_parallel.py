@@ -51,6 +51,7 @@ def parallelise(model: nn.Module, mesh: DeviceMesh, strategy: Literal["ddp", "fs
         fully_shard(model, mesh=mesh._flatten("all"))
         return model
 
+    model.to(mesh.device_type)  # as FSDP moves what it shards; experts are there already, each process with its own
     data = mesh["data"].get_group()
 
     def reduce(parameter: Tensor) -> None:
