@@ -289,6 +289,7 @@ def test_an_empty_batch_gives_an_empty_answer_and_a_finite_loss(name):
         (ReLURouting, {"pace": 0.9}, "pace=0.9: must be at least 1"),
         (TopK, {"stream": "river"}, "stream='river': must be one of residual, skip-sum, last"),
         (TopK, {"num_layers": 0}, "num_layers=0: must be at least 1"),
+        (TopK, {"num_layers": 2.0}, "num_layers=2.0: must be a whole number"),
         (Threshold, {"threshold": 1.5}, "threshold=1.5: must lie in 0 … 1, it is a sum of probabilities"),
         (Threshold, {"threshold": -0.1}, "threshold=-0.1: must lie in 0 … 1, it is a sum of probabilities"),
         (Threshold, {"entropy": -0.1}, "entropy=-0.1: must not be negative"),
