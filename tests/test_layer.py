@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from raytraced import HiddenOnly, RaytracedExperts
+from raytraced.layer import routed_layer
+from raytraced.routers.top_k import TopK
 from reference import rates_of_one, sequence_of_one, stack_of_one, weights_of_one
 
 STREAMS = ("residual", "skip-sum", "last")
@@ -238,3 +240,29 @@ def test_a_compiled_layer_gives_the_same_values_and_gradients():
 def test_bad_input_is_named_with_its_value_and_the_rule(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("stream", ["residual", "skip-sum"])
+@pytest.mark.parametrize("planned", [True, False])
+def test_looks_are_the_vectors_after_each_layer(stream, planned):
+    torch.manual_seed(0)
+    if planned:
+        layer = RaytracedExperts(4, 3, 3, reach=8.0, stream=stream)
+    else:
+        layer = routed_layer(TopK, 4, 3, 3, stream=stream)
+    layer, hidden = layer.double(), torch.randn(6, 4, dtype=torch.float64)
+    out = layer(hidden, looks=True)
+    assert layer(hidden).looks is None
+    assert out.looks.shape == (3, 6, 4)
+    start = hidden if stream == "residual" else torch.zeros_like(hidden)
+    torch.testing.assert_close(out.looks[-1], layer(hidden).hidden)
+    after = [start, *out.looks]
+    for step in range(3):  # what lies between two looks is one layer's doing
+        runs = out.route.active[:, step].sum(-1) > 0
+        assert torch.equal((after[step + 1] != after[step]).any(-1), runs)
+    tokens = layer(hidden.view(2, 3, 4), looks=True)
+    torch.testing.assert_close(tokens.looks, out.looks.view(3, 2, 3, 4))
+    kept = torch.tensor([[True, False, True], [True, True, False]])
+    padded = layer(hidden.view(2, 3, 4), mask=kept, looks=True).looks
+    torch.testing.assert_close(padded[:, kept], out.looks[:, kept.flatten()])
+    torch.testing.assert_close(padded[:, ~kept], start[~kept.flatten()].expand(3, 2, 4))
