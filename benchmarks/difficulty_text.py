@@ -28,7 +28,7 @@ from raytraced.reproduce.variants import DATA_NAMES
 from raytraced.tasks.table import find_task
 
 HERE = Path(__file__).parent
-SHOWN = ("mre-target-8", "mre-target-4", "mre")
+SHOWN = ("mre-target-8", "mre-target-4", "mre-wide-target-4", "mre", "mre-wide")
 LINES, WIDTH = 12, 64
 
 

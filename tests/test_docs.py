@@ -380,7 +380,7 @@ def points_ahead(ours: list[Record], rival: list[Record]) -> list[float]:
 
 def exits_table() -> list[str]:
     """Ours against everyone else who was trained to be stopped, at our multiply-adds."""
-    store, rivals = Store(ROOT / "results/records"), ("dense-4", "dense-8", "top-1", "top-k", "threshold")
+    store, rivals = Store(ROOT / "results/records"), ("dense-4", "dense-8", "multi-exit", "top-1", "top-k", "threshold")
     rows = [["MRE against", *rivals], ["---"] * (1 + len(rivals))]
     for data in AIMS:
         seeds = {label: [store.records.get(f"main-{data}-{label}-s{seed}") for seed in range(5)] for label in
