@@ -61,6 +61,9 @@ def test_a_model_that_nobody_could_build_again_is_not_saved(tmp_path):
     model = raytraced.build("top-k", image_shape=(1, 4, 4), num_classes=3, dim=6, expert=lambda: torch.nn.Linear(6, 6))
     with pytest.raises(ValueError, match="top-k: its card holds more than plain values, a file cannot"):
         raytraced.save(model, tmp_path / "model.safetensors")
+    model.card = replace(model.card, model="", options={})
+    with pytest.raises(ValueError, match="Classifier: its card has no model name; only a model made by"):
+        raytraced.save(model, tmp_path / "model.safetensors")
     model.card = None
     with pytest.raises(ValueError, match=r"Classifier: has no card; only a model made by raytraced\.build or load"):
         raytraced.save(model, tmp_path / "model.safetensors")

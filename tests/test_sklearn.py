@@ -183,6 +183,19 @@ BAD = {
     "no number": ({"learning_rate": "0.1"}, X, Y, "learning_rate='0.1': must be a number"),
     "fraction": ({"validation_fraction": 1.0}, X, Y, "validation_fraction=1.0: must lie in 0 … 1"),
     "weights": ({"class_weight": {7: 1.0}}, X, Y, "are not in class_weight"),
+    "two kinds": ({}, X, np.array(["a", 1, "b"] * 50, object), "y: its labels are of several kinds, int and str; make"),
+    "unknown": (
+        {},
+        X,
+        np.array(["a", None] * 75, object),
+        "y: its labels are of several kinds, NoneType and str; make",
+    ),
+    "complex": ({}, X + 1j, Y, "Complex data not supported"),
+    "far away": ({}, X * 1e300, Y, "X: holds values up to 7.9e+300, too large to standardise; scale them first"),
+    "endless decay": ({"weight_decay": np.inf}, X, Y, "weight_decay=inf: must be at least 0 and finite"),
+    "a number as shape": ({"image_shape": 4}, X, Y, "image_shape=4: must be three whole numbers"),
+    "negative weight": ({"class_weight": {0: 1, 1: -1, 2: 1}}, X, Y, "must be finite, at least 0, and not 0 for all"),
+    "no weight": ({"class_weight": {0: 0, 1: 0, 2: 0}}, X, Y, "must be finite, at least 0, and not 0 for all"),
     "too fast": ({"learning_rate": 1e30}, X, Y, "learning_rate=1e+30: the loss is no longer finite"),
 }
 
@@ -194,6 +207,7 @@ def test_bad_input_is_one_clear_line(name):
         MREClassifier(**SMALL | options).fit(rows, labels)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert not str(caught.value).endswith("]")  # no values of an array
 
 
 def test_words_as_targets_of_a_regressor_are_one_clear_line():
@@ -201,6 +215,15 @@ def test_words_as_targets_of_a_regressor_are_one_clear_line():
         with pytest.raises(ValueError, match=r"^y.*low") as caught:
             MRERegressor(**SMALL).fit(X, words)
         assert "\n" not in str(caught.value)
+
+
+def test_targets_that_are_missing_or_too_large_are_one_clear_line():
+    with pytest.raises(ValueError, match=r"^y: 2 of 150 values are missing; leave their rows out$"):
+        MRERegressor(**SMALL).fit(X, np.array([None, 1.0, 2.0] + [0.0] * 146 + [None], object))
+    with pytest.raises(
+        ValueError, match=r"^y: holds values up to 1.5e\+302, too large to standardise; scale them first$"
+    ):
+        MRERegressor(**SMALL).fit(X, np.arange(150) * 1e300)
 
 
 def test_what_cannot_be_answered_is_one_clear_line_too(classifier):

@@ -29,9 +29,10 @@ class DamagedFileError(ValueError):
 def save(model: Model, path: str | Path) -> None:
     """Write a model, its card and all, to a file, whole or not at all."""
     card: ModelCard | None = getattr(model, "card", None)  # a module that is none of ours has no such thing
-    if card is None:
+    if card is None or not card.model:
+        problem = "has no card" if card is None else "its card has no model name"
         raise ValueError(
-            f"{type(model).__name__}: has no card; only a model made by raytraced.build or load can be saved"
+            f"{type(model).__name__}: {problem}; only a model made by raytraced.build or load can be saved"
         )
     save_tensors(Path(path), model.state_dict(), card)
 

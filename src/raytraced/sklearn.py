@@ -76,11 +76,13 @@ class _RaytracedEstimator(BaseEstimator):
             is_number = isinstance(value, Real) or (value is None and name == "target_experts")
             require(is_number, name, repr(value), "must be a number")
         require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "must be positive and finite")
-        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must be at least 0")
+        rule = "must be at least 0 and finite"
+        require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, rule)
         is_number = self.target_experts is None or 0 < self.target_experts < math.inf
         require(is_number, "target_experts", self.target_experts, "must be positive and finite, or None")
         if (shape := self.image_shape) is not None:
-            is_image = len(shape) == 3 and all(isinstance(size, Integral) and int(size) >= 1 for size in shape)
+            sizes = tuple(shape) if np.iterable(shape) else ()
+            is_image = len(sizes) == 3 and all(isinstance(size, Integral) and int(size) >= 1 for size in sizes)
             require(is_image, "image_shape", shape, "must be three whole numbers (channels, height, width)")
         require(0 <= self.anytime_loss <= 1, "anytime_loss", self.anytime_loss, "must lie in 0 … 1")
         rule = "must lie in 0 … 1 (1 excluded); 0: train on all rows for all epochs"
@@ -102,7 +104,8 @@ class _RaytracedEstimator(BaseEstimator):
                 ) from None
             if len(lines) == 1:
                 raise
-            raise ValueError(f"{lines[0]} {lines[-1]}") from None  # without the values of a whole array between them
+            told = [line for line in (lines[0], lines[-1]) if not line.endswith("]")]
+            raise ValueError(" ".join(told)) from None  # without the values of a whole array
         rows_BF = checked[0] if "y" in options else checked
         if bad := rows_BF.size - int(np.isfinite(rows_BF).sum()):
             remedy = "fill them in first, with SimpleImputer for instance"
@@ -126,7 +129,7 @@ class _RaytracedEstimator(BaseEstimator):
             raise ValueError(f"image_shape={self.image_shape}: holds {C * H * W} values, a row has {X_BF.shape[1]}")
         # pixels of an image have one scale a channel, columns of a table each their own
         groups = X_BF if self.image_shape is None else X_BF.reshape(len(X_BF), C, -1).transpose(0, 2, 1).reshape(-1, C)
-        mean, scale = groups.mean(0, dtype=np.float64), groups.std(0, dtype=np.float64)
+        mean, scale = _measure("X", groups)
         # a column that does not vary says nothing: it must not become noise
         scale = np.where(scale > 1e-12 * np.maximum(1, np.abs(mean)), scale, 1.0)
         pixels = 1 if self.image_shape is None else H * W
@@ -303,11 +306,17 @@ class MREClassifier(ClassifierMixin, _RaytracedEstimator):
         """Learn from rows (B, F) and their labels (B,), of whatever kind."""
         self._check_options()
         X_BF, y = self._check_rows(X, y=y)
-        check_classification_targets(y)
-        self.classes_, labels_B = np.unique(column_or_1d(y, warn=True), return_inverse=True)
+        try:
+            check_classification_targets(y)
+            self.classes_, labels_B = np.unique(column_or_1d(y, warn=True), return_inverse=True)
+        except TypeError:  # they have no order
+            kinds = " and ".join(sorted({type(label).__name__ for label in y.flat}))
+            raise ValueError(f"y: its labels are of several kinds, {kinds}; make them one") from None
         if len(self.classes_) < 2:
             raise ValueError(f"y: has one class only, {self.classes_.tolist()[0]!r}; a classifier needs at least two")
         weights_Y = compute_class_weight(self.class_weight, classes=self.classes_, y=y)
+        are_weights = np.isfinite(weights_Y).all() and (weights_Y >= 0).all() and weights_Y.any()
+        require(are_weights, "class_weight", self.class_weight, "must be finite, at least 0, and not 0 for all")
         weights_B = torch.from_numpy(weights_Y[labels_B]).float()
         self._fit(X_BF, torch.from_numpy(labels_B), weights_B / weights_B.mean(), len(self.classes_))
         return self
@@ -348,8 +357,10 @@ class MRERegressor(RegressorMixin, _RaytracedEstimator):
         require(y.dtype.kind not in "US", "y", repr(str(y.flat[0])), "must be numbers, as a regressor's targets are")
         self._target_ndim = y.ndim
         targets_BY = y.reshape(len(y), -1).astype(np.float64)
-        scale_Y = targets_BY.std(0)
-        self.target_mean_, self.target_scale_ = targets_BY.mean(0), np.where(scale_Y > 0, scale_Y, 1.0)
+        if bad := targets_BY.size - int(np.isfinite(targets_BY).sum()):  # of None, which becomes NaN
+            raise ValueError(f"y: {bad} of {targets_BY.size} values are missing; leave their rows out")
+        mean_Y, scale_Y = _measure("y", targets_BY)
+        self.target_mean_, self.target_scale_ = mean_Y, np.where(scale_Y > 0, scale_Y, 1.0)
         standard_BY = torch.from_numpy((targets_BY - self.target_mean_) / self.target_scale_).float()
         self._fit(X_BF, standard_BY, torch.ones(len(y)), targets_BY.shape[1])
         return self
@@ -373,6 +384,17 @@ class MRERegressor(RegressorMixin, _RaytracedEstimator):
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
+
+
+def _measure(name: str, values: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The mean and the deviation of each column, or one line where a number is too large to have them."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean, scale = values.mean(0, dtype=np.float64), values.std(0, dtype=np.float64)
+    if not np.isfinite(scale).all():
+        raise ValueError(
+            f"{name}: holds values up to {np.abs(values).max():.1e}, too large to standardise; scale them first"
+        )
+    return mean, scale
 
 
 def _softmax(logits_BY: NDArray[np.float64]) -> NDArray[np.float64]:
