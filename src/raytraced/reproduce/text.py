@@ -108,12 +108,12 @@ def text_figure(results: Results, shown: list[str]) -> Figure:
             )
 
         line(
-            ("dense-1", "dense-2", "dense-4", "dense-8"), "dense, 1 2 4 8 blocks", color=GREY, marker="_", linestyle=":"
+            ("dense-1", "dense-2", "dense-4", "dense-8"), "dense, 1 … 8 blocks", color=GREY, marker="_", linestyle=":"
         )
         line((f"top-{k}-of-32" for k in (1, 2, 4)), "top-1, 2, 4 of 32", color=ORANGE, marker="s", linestyle="-.")
         line(
             ("stack-1", "stack-2"),
-            "stacks: 4 × top-1, top-2 of 8",
+            "4 × top-1, top-2 of 8",
             color=INK,
             marker="D",
             linestyle="--",
@@ -134,12 +134,12 @@ def text_figure(results: Results, shown: list[str]) -> Figure:
                 color = ORANGE if label.endswith("-of-32") else GREY
                 line((label,), label, color=color, marker=marker, linestyle="none", markerfacecolor="white")
         line(("mre-target-4", "mre-target-8"), "MRE, trained for 4, 8", color=BLUE, marker="o", linestyle="-")
-        line(("mre-wide-target-4", "mre-wide"), "MRE of one layer, trained for 4; its own end", color=SKY, marker="o")
+        line(("mre-wide-target-4", "mre-wide"), "MRE, one layer", color=SKY, marker="o")
         line(("mre",), "MRE, its own end", color=BLUE, marker="o", linestyle="none", markerfacecolor="white")
         for record in results.of(data, "mre-elastic")[:1]:
             rows = record.budgets[1:9]
             x, y = [row["macs"] / 1000 for row in rows], [row["bits_per_byte"] for row in rows]
-            axes.plot(x, y, "--", color=BLUE, marker=".", linewidth=1, label="MRE elastic, budgets 1 … 8, one seed")
+            axes.plot(x, y, "--", color=BLUE, marker=".", linewidth=1, label="MRE, budgets 1 … 8")
         best = min(one["bits_mean"] for one in points.values())
         axes.set_ylim(best - 0.04, best + 0.38)
         axes.set_xlabel("thousand multiply-adds a byte", fontsize=8)
