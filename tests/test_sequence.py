@@ -1,4 +1,5 @@
 import itertools
+import math
 from collections import Counter
 from typing import get_args
 
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytraced import RoutingNetwork, activation_sequence, rays
+from raytraced import Rates, Route, RoutingNetwork, activation_sequence, rays, stop_losses
 from raytraced.draws import exponential, new_seed
 from raytraced.sequence import GRADIENTS, WEIGHTINGS, Estimator, Select, Stop
 from reference import all_paths, greedy_of_one, rates_of_one, sequence_of_one
@@ -332,3 +333,38 @@ def test_types_name_the_words_that_are_taken():
 def test_bad_options_are_named_with_their_value_and_the_rule(options, message):
     with pytest.raises(ValueError, match=message):
         activation_sequence(RoutingNetwork(2, 3), entries(3, 3), **options)
+
+
+def test_the_loss_on_stops_by_hand():
+    """Of a target of 4 the easiest is to take 1.6 and the hardest 6.4; within half an expert nobody is asked to move."""
+    rates = [0.5, 0.25, 0.9, 0.2, 0.0, 1.0]
+    lengths, easier = [4, 1, 6, 3, 3, 5], [0.0, 0.5, 1.0, 0.5, 0.0, 1.0]  # due: 1.6, 4, 6.4, 4, 1.6, 6.4
+    route = Route(
+        torch.zeros(6, 1, 1), None, torch.tensor(lengths), Rates(torch.zeros(6, 1, 1), torch.tensor(rates).double())
+    )
+    told = stop_losses(route, torch.tensor(easier).double(), 4.0).tolist()
+    expected = [-math.log(0.5), -math.log(0.75), 0.0, -math.log(0.8), -math.log(1e-6), -math.log(1e-6)]
+    assert told == pytest.approx(expected, rel=1e-6)
+    near = Route(torch.zeros(2, 1, 1), None, torch.tensor([2, 1]), Rates(torch.zeros(2, 1, 1), torch.full((2,), 0.5)))
+    assert stop_losses(near, torch.tensor([0.5, 0.5]), 1.5).tolist() == [0.0, 0.0]  # half an expert over, and under
+
+
+def test_what_gates_see_decides_where_a_sequence_goes():
+    routing, entry = RoutingNetwork(2, 3), torch.tensor([[0.8, 0.15, 0.05]] * 3)
+    sight = torch.zeros(3, 1, 3, 4)
+    sight[0, 0, 0, 3], sight[1, 0, 0, 1], sight[2, 0, 0, 2] = (
+        90.0,
+        90.0,
+        90.0,
+    )  # to the output; to a node below; to another
+    found = activation_sequence(routing, entry, select="greedy", sight=sight, max_experts=2)
+    assert orders(found.nodes) == [(0,), (0, 4), (0, 5)]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_no_step_at_all_has_a_gradient_of_zero_all_the_same(estimator):
+    entry = entries(3, 4).requires_grad_()
+    found = activation_sequence(RoutingNetwork(2, 4), entry, estimator=estimator, max_experts=0)
+    (grad,) = torch.autograd.grad(found.active.sum(), entry)
+    assert torch.equal(grad, torch.zeros_like(entry))
+    assert torch.equal(found.active, torch.zeros_like(found.active))
