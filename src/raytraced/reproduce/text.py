@@ -107,9 +107,7 @@ def text_figure(results: Results, shown: list[str]) -> Figure:
                 [value / 1000 for value in x], y, std, label=name, markersize=5, linewidth=1.4, elinewidth=0.8, **look
             )
 
-        line(
-            ("dense-1", "dense-2", "dense-4", "dense-8"), "dense, 1 … 8 blocks", color=GREY, marker="_", linestyle=":"
-        )
+        line(("dense-1", "dense-2", "dense-4", "dense-8"), "dense, 1 … 8 blocks", color=GREY, marker="_", linestyle=":")
         line((f"top-{k}-of-32" for k in (1, 2, 4)), "top-1, 2, 4 of 32", color=ORANGE, marker="s", linestyle="-.")
         line(
             ("stack-1", "stack-2"),
