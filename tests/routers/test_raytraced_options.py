@@ -160,3 +160,18 @@ def test_a_budget_is_a_whole_number(budget, training):
         pytest.raises(ValueError, match=r"max_experts=.*: must be a whole number, at least 0"),
     ):
         layer(torch.randn(4, 5), max_experts=budget)
+
+
+def test_gates_of_a_layer_start_as_it_was_asked():
+    """Evenly within ±√(N + 1) / √inputs, as nn.Linear scaled; or normally, which goes beyond."""
+    torch.manual_seed(0)
+    even, normal = (RaytracedExperts(4, 3, 16, gate_init=start, reach=0.0) for start in ("uniform", "normal"))
+    bound = (17 / 16) ** 0.5
+    assert 0.9 * bound < even.router.routing.gate_inner.abs().max() <= bound
+    assert normal.router.routing.gate_inner.abs().max() > 2 * bound
+
+
+def test_gates_see_where_there_are_gates():
+    assert RaytracedExperts(4, 1, 3, sight_rank=2).router.sight_in is None
+    assert RaytracedExperts(4, 2, 3, sight_rank=2).router.sight_in.shape == (2, 4)
+    assert RaytracedExperts(4, 2, 3, sight_rank=0).router.sight_in is None

@@ -162,7 +162,9 @@ def test_who_is_easier_is_asked_of_all_processes(monkeypatch):
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_what_cannot_be_compiled_is_told_in_one_line_and_nothing_else_is_blamed_on_it(batch, compiled, monkeypatch):
+def test_what_a_machine_cannot_translate_is_told_in_one_line_and_nothing_else_is_blamed_on_it(
+    batch, compiled, monkeypatch
+):
     objective = make(config=TrainConfig(compile=compiled))
 
     def fail(*args, **options):
