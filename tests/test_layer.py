@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raytraced import HiddenOnly, RaytracedExperts
-from raytraced.layer import routed_layer
+from raytraced.layer import Call, routed_layer
 from raytraced.routers.top_k import TopK
 from reference import rates_of_one, sequence_of_one, stack_of_one, weights_of_one
 
@@ -266,3 +266,30 @@ def test_looks_are_the_vectors_after_each_layer(stream, planned):
     padded = layer(hidden.view(2, 3, 4), mask=kept, looks=True).looks
     torch.testing.assert_close(padded[:, kept], out.looks[:, kept.flatten()])
     torch.testing.assert_close(padded[:, ~kept], start[~kept.flatten()].expand(3, 2, 4))
+
+
+@pytest.mark.parametrize("stream", ["residual", "skip-sum", "last"])
+@pytest.mark.parametrize("planned", [True, False])
+def test_one_look_after_the_other_shows_the_same_and_who_has_ended(stream, planned):
+    torch.manual_seed(0)
+    if planned:
+        layer = RaytracedExperts(4, 3, 3, reach=1.0, stream=stream)
+    else:
+        layer = routed_layer(TopK, 4, 3, 3, stream=stream)
+    layer, hidden = layer.double(), torch.randn(60, 4, dtype=torch.float64)
+    whole = layer(hidden, looks=True)
+    start = hidden if stream == "residual" else torch.zeros_like(hidden)
+    shown = list(layer.looks(hidden, Call()))
+    assert len(shown) == 4
+    assert not planned or whole.route.active.sum((-1, -2)).unique().numel() > 1
+    for step, (look, expected) in enumerate(zip(shown, [start, *whole.looks], strict=True)):
+        torch.testing.assert_close(look.out.hidden, expected)
+        ended = torch.full((60,), step == 3)
+        if planned and step and stream != "last":  # nothing of its path is left
+            ended = whole.route.active[:, step:].sum((1, 2)) == 0
+        assert torch.equal(look.ended, ended)
+    half = hidden[:, :2]
+    with pytest.raises(ValueError, match="hidden"):
+        next(layer.looks(half, Call()))
+    with pytest.raises(ValueError, match="generator=5"):
+        next(layer.looks(hidden, Call(generator=5)))

@@ -173,5 +173,6 @@ def test_gates_of_a_layer_start_as_it_was_asked():
 
 def test_gates_see_where_there_are_gates():
     assert RaytracedExperts(4, 1, 3, sight_rank=2).router.sight_in is None
-    assert RaytracedExperts(4, 2, 3, sight_rank=2).router.sight_in.shape == (2, 4)
+    assert RaytracedExperts(4, 3, 5, sight_rank=2).router.sight_in.shape == (2, 4)
+    assert RaytracedExperts(4, 3, 5, sight_rank=2).router.sight_out.shape == (2, 5, 6, 2)
     assert RaytracedExperts(4, 2, 3, sight_rank=0).router.sight_in is None
