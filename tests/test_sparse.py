@@ -13,7 +13,7 @@ from torch import distributed, nn
 
 import raytraced as rt
 from raytraced import operations
-from raytraced.grid import MLPExperts, ModuleExperts
+from raytraced.grid import MLPExperts, ModuleExperts, run_dense, run_sparse
 
 STREAMS = ("residual", "skip-sum", "last")
 
@@ -220,3 +220,13 @@ for way in ("dense", "sparse"):
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_looks_are_the_same_whoever_runs():
+    torch.manual_seed(0)
+    experts, hidden = MLPExperts(3, 5, 4), torch.randn(7, 4)
+    active = (torch.rand(7, 3, 5) < 0.4).float()
+    sparse, dense = (run(experts, hidden, active, active, "residual", True) for run in (run_sparse, run_dense))
+    assert sparse.shape == (3, 7, 4)
+    torch.testing.assert_close(sparse, dense)
+    torch.testing.assert_close(sparse[-1], run_sparse(experts, hidden, active, active, "residual"))
