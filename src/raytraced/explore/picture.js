@@ -33,8 +33,9 @@ function picture() {
     for (const { letter, byte } of characters()) {
       if (x + 12 > width - 16 || letter === "\n") [x, y] = [16, y + 30];
       if (letter === "\n") continue;
-      body.push(`<rect x="${x}" y="${y}" width="11.6" height="26" fill="${of[byte].back}"/>`);
-      write(letter, x + 5.8, y + 19, `text-anchor="middle" font-family="monospace" font-size="18" style="fill:${of[byte].ink}"`);
+      const { back, ink: on } = of[byte] ?? { back: "none", ink }; // plain while it is not thought of
+      body.push(`<rect x="${x}" y="${y}" width="11.6" height="26" fill="${back}"/>`);
+      write(letter, x + 5.8, y + 19, `text-anchor="middle" font-family="monospace" font-size="18" style="fill:${on}"`);
       x += 11.6;
     }
     height = y + 46;
