@@ -242,15 +242,19 @@ def test_bad_input_is_named_with_its_value_and_the_rule(call, message):
         call()
 
 
+def layer_and_rows(planned, stream, reach, num_rows):
+    """Three layers of three experts, whose path is known beforehand or not, and rows for them."""
+    torch.manual_seed(0)
+    made = (
+        RaytracedExperts(4, 3, 3, reach=reach, stream=stream) if planned else routed_layer(TopK, 4, 3, 3, stream=stream)
+    )
+    return made.double(), torch.randn(num_rows, 4, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("stream", ["residual", "skip-sum"])
 @pytest.mark.parametrize("planned", [True, False])
 def test_looks_are_the_vectors_after_each_layer(stream, planned):
-    torch.manual_seed(0)
-    if planned:
-        layer = RaytracedExperts(4, 3, 3, reach=8.0, stream=stream)
-    else:
-        layer = routed_layer(TopK, 4, 3, 3, stream=stream)
-    layer, hidden = layer.double(), torch.randn(6, 4, dtype=torch.float64)
+    layer, hidden = layer_and_rows(planned, stream, reach=8.0, num_rows=6)
     out = layer(hidden, looks=True)
     assert layer(hidden).looks is None
     assert out.looks.shape == (3, 6, 4)
@@ -271,12 +275,7 @@ def test_looks_are_the_vectors_after_each_layer(stream, planned):
 @pytest.mark.parametrize("stream", ["residual", "skip-sum", "last"])
 @pytest.mark.parametrize("planned", [True, False])
 def test_one_look_after_the_other_shows_the_same_and_who_has_ended(stream, planned):
-    torch.manual_seed(0)
-    if planned:
-        layer = RaytracedExperts(4, 3, 3, reach=1.0, stream=stream)
-    else:
-        layer = routed_layer(TopK, 4, 3, 3, stream=stream)
-    layer, hidden = layer.double(), torch.randn(60, 4, dtype=torch.float64)
+    layer, hidden = layer_and_rows(planned, stream, reach=1.0, num_rows=60)
     whole = layer(hidden, looks=True)
     start = hidden if stream == "residual" else torch.zeros_like(hidden)
     shown = list(layer.looks(hidden, Call()))
