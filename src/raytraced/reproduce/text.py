@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -80,6 +81,23 @@ def elastic_table(results: Results, data: str) -> Table:
     )
 
 
+def wide_table(results: Results, data: str) -> Table:
+    """Ours and rivals against one layer of top-k of 32 at their own multiply-adds."""
+    known = {label: figures(results.of(data, label)) for label in results.labels(data)}
+    line = [known[label] for label in (f"top-{k}-of-32" for k in (1, 2, 4)) if label in known]
+    rows = []
+    for label in ("mre-wide-target-4", "mre-wide", "threshold-of-32", "relu-of-32", "mre"):
+        if label in known and len(line) == 3:
+            one, macs = known[label], [each["macs_mean"] for each in line]
+            bits, std = (
+                np.interp(one["macs_mean"], macs, [each[key] for each in line]) for key in ("bits_mean", "bits_std")
+            )
+            error = ((one["bits_std"] ** 2 + std**2) / one["seeds"]) ** 0.5
+            rows.append([label, f"{one['macs_mean'] / 1000:.0f}", f"{one['bits_mean'] - bits:+.3f} ± {error:.3f}"])
+    note = "Bits a test byte above the line through top-1, 2 and 4 of 32, with the standard error; less is better."
+    return Table(f"Against one layer of top-k: {DATA_NAMES[data]}", ["model", "multiply-adds", "bits"], rows, note)
+
+
 def search_rows(results: Results) -> Table:
     """Every learning rate that was tried, in bits a validation byte."""
     found = results.searches()
@@ -151,7 +169,7 @@ def write_text(results: Results, folder: Path, quick: bool) -> Path:
     shown = list(dict.fromkeys(one.data for one in results.whole if one.group == "main"))
     tables = [search_rows(results)]
     for data in reversed(shown):
-        tables[:0] = [text_table(results, data), elastic_table(results, data)]
+        tables[:0] = [text_table(results, data), elastic_table(results, data), wide_table(results, data)]
     summary = {data: {label: figures(results.of(data, label)) for label in results.labels(data)} for data in shown}
     first = ["# Language models", "", *(["**Quick run, not a result.**", ""] if quick else [])]
     first += ["Written by `raytraced reproduce --only text`; the rules are in docs/text.md.", ""]
