@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
 from raytraced import load
-from raytraced.commands.reproduce import find_rates
+from raytraced.commands.reproduce import find_plan
 from raytraced.reproduce import variants as who
 from raytraced.reproduce.canvas import card
 from raytraced.reproduce.plan import FULL, Planner, Run
@@ -83,7 +83,7 @@ def gallery(images: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Fig
 
 def main(work: Path) -> None:
     """Measure, and write what was found."""
-    planner, rows, images = Planner(FULL, find_rates(FULL, Path("results"))), [], {}
+    planner, rows, images = find_plan(FULL, Path("results")), [], {}
     for data in [name for name, plan in FULL.data.items() if plan.compared]:
         hard = losses_of_another(planner, data, work)
         found: dict[str, list[float]] = {"sure": [], "own": []}

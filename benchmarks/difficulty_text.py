@@ -19,9 +19,9 @@ from matplotlib.patches import Rectangle
 from scipy.stats import spearmanr
 
 from raytraced import load
-from raytraced.commands.reproduce import find_rates
+from raytraced.commands.reproduce import find_plan
 from raytraced.reproduce.canvas import INK, card
-from raytraced.reproduce.plan import TEXT, Planner, Run, collect_runs
+from raytraced.reproduce.plan import TEXT, Run, collect_runs
 from raytraced.reproduce.records import spread
 from raytraced.reproduce.tables import Table
 from raytraced.reproduce.variants import DATA_NAMES
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path)
     work = parser.parse_args().runs
     torch.set_num_threads(1)
-    runs = collect_runs(["text"], Planner(TEXT, find_rates(TEXT, HERE.parent / "results" / "text")), None)
+    runs = collect_runs(["text"], find_plan(TEXT, HERE.parent / "results" / "text"), None)
     trained = {
         (run.data, run.label, run.seed): run for run in runs if (work / run.folder / "model.safetensors").exists()
     }

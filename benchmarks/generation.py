@@ -15,8 +15,8 @@ import torch
 
 from raytraced import load
 from raytraced.benchmark.timing import Contender, Settings, interleave
-from raytraced.commands.reproduce import find_rates
-from raytraced.reproduce.plan import TEXT, Planner, collect_runs
+from raytraced.commands.reproduce import find_plan
+from raytraced.reproduce.plan import TEXT, collect_runs
 from raytraced.reproduce.tables import Table
 from raytraced.tasks.table import find_task
 
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path)
     work = parser.parse_args().runs
     torch.set_num_threads(1)
-    planner = Planner(TEXT, find_rates(TEXT, HERE.parent / "results" / "text"))
+    planner = find_plan(TEXT, HERE.parent / "results" / "text")
     runs = [run for run in collect_runs(["text"], planner, ("enwik8",)) if run.seed == 0]
     models = {run.label: load(work / run.folder) for run in runs if (work / run.folder / "model.safetensors").exists()}
     task = find_task("enwik8")

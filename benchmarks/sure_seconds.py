@@ -17,8 +17,8 @@ import torch
 
 from raytraced import load
 from raytraced.benchmark.timing import Contender, Settings, interleave
-from raytraced.commands.reproduce import find_rates
-from raytraced.reproduce.plan import FULL, Planner
+from raytraced.commands.reproduce import find_plan
+from raytraced.reproduce.plan import FULL
 from raytraced.reproduce.tables import Table
 from raytraced.reproduce.variants import DATA_NAMES, SHIPPED, sure_variants
 from raytraced.tasks.table import find_task
@@ -36,7 +36,7 @@ def stopper(name: str, model: Any, batches: list[torch.Tensor], sure: float) -> 
 
 def study(data: str, work: Path) -> Table:
     """The table of one data set."""
-    planner = Planner(FULL, find_rates(FULL, HERE.parent / "results"))
+    planner = find_plan(FULL, HERE.parent / "results")
     runs = {run.label: run for run in planner.runs("main", sure_variants(FULL.data[data].wide), [data], [0])}
     trained = {label: path for label, run in runs.items() if (path := work / run.folder / "model.safetensors").exists()}
     shipped = {"mre": f"mre-{data}"} if f"mre-{data}" in SHIPPED else {}

@@ -72,7 +72,8 @@ def test_the_learning_rate_is_chosen_on_validation_images_though_test_images_say
                validation=0.5 + 0.1 * place, accuracy=0.9 - 0.1 * place)
         for place, lr in enumerate(grid)
     ]  # fmt: skip
-    assert best_rates(Results(searches), FULL) == {"mnist": {"mre": grid[-1]}}
+    beyond = record("mnist", "mre-lr-0.02", 100, group="search", family="mre", lr=2e-2, validation=0.1, accuracy=0.99)
+    assert best_rates(Results([*searches, beyond]), FULL) == {"mnist": {"mre": grid[-1]}}
 
 
 def test_the_shipped_seed_is_chosen_on_validation_images_though_test_images_say_the_reverse(

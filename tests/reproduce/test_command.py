@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from raytraced.cli import main
-from raytraced.commands.reproduce import find_rates, reproduce, train_all
+from raytraced.commands.reproduce import find_plan, reproduce, train_all
 from raytraced.reproduce import run as running
 from raytraced.reproduce.plan import FULL, QUICK, Planner, collect_runs, every_run
 from raytraced.reproduce.records import Store
@@ -69,9 +69,10 @@ def test_rates_come_from_the_records_of_searches_with_this_very_recipe(tmp_path,
     ]
     for run in runs:
         store.put(record_of(run, record, validation=0.9 if run.setting == 2e-3 else 0.8))
-    assert find_rates(FULL, tmp_path) == {"mnist": {"top-k": 2e-3}}
-    store.put(record("mnist", runs[0].label, runs[0].seed, group="search", family="top-k", lr=runs[0].config.lr))
-    assert find_rates(FULL, tmp_path) == {}
+    assert find_plan(FULL, tmp_path).rates == {"mnist": {"top-k": 2e-3}}
+    (one,) = (run for run in runs if run.setting == 5e-4)
+    store.put(record("mnist", one.label, one.seed, group="search", family="top-k", lr=one.config.lr))
+    assert find_plan(FULL, tmp_path).rates == {}
 
 
 def test_a_search_that_diverged_is_a_finding_and_one_that_left_no_record_a_failure(tmp_path, record, monkeypatch):
@@ -79,7 +80,10 @@ def test_a_search_that_diverged_is_a_finding_and_one_that_left_no_record_a_failu
         crashed, diverged, *whole = runs  # the five rates of MRE's search on digits
         store = Store(records)
         for run in (diverged, *whole):
-            store.put(record_of(run, record, error="not finite" if run is diverged else None))
+            best = run.setting == 5e-3  # not on the edge, where the search would go on
+            store.put(
+                record_of(run, record, error="not finite" if run is diverged else None, validation=0.8 + 0.1 * best)
+            )
         return {crashed.key: "its process ended with code -9", diverged.key: "not finite"}
 
     monkeypatch.setattr(running, "run_all", run_all)

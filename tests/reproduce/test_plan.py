@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from raytraced import build
 from raytraced.reproduce.plan import FULL, PARTS, QUICK, SEARCH_SEED, SETS, Planner, choose_parts, collect_runs
+from raytraced.reproduce.variants import KNOBS, PAPER_RIVALS, PAPER_VARIANTS, RECIPE, compared_variants
 from raytraced.reproduce.variants import PAPER as THEIRS
-from raytraced.reproduce.variants import PAPER_RIVALS, PAPER_VARIANTS, RECIPE, compared_variants
 from raytraced.routers.raytraced import PAPER, RaytracedExperts
 
-EVERY_LABEL = {variant.label for variant in compared_variants((), wide=False)}
+EVERY_LABEL = {variant.label for variant in compared_variants(wide=False)}
 KNOWN_RATES = {data: dict.fromkeys(EVERY_LABEL, 2e-3) for data in FULL.data}
 
 
@@ -59,6 +60,22 @@ def test_an_unknown_learning_rate_asks_for_its_search_first():
     tried = {run.setting: run.config.lr for run in runs if run.family == "top-k"}
     assert tried == {lr: lr for lr in FULL.data["mnist"].grid}
     assert {run.label for run in runs if run.group == "main"} == {"mre-paper", *(one.label for one in PAPER_RIVALS)}
+
+
+def test_a_search_that_goes_on_asks_for_the_rates_beyond_its_grid():
+    wider = (*FULL.data["mnist"].grid, 2e-2)
+    runs = collect_runs(["table1"], Planner(FULL, {}, {("mnist", "top-k"): wider}), ("mnist",))
+    tried = {label: {run.config.lr for run in runs if run.family == label} for label in ("top-k", "mre")}
+    assert tried == {"top-k": {*wider}, "mre": {*FULL.data["mnist"].grid}}
+
+
+def test_every_rival_with_a_knob_has_points_along_it_at_the_rate_of_its_default(planner):
+    runs = collect_runs(["frontier"], planner, ("mnist",))
+    for name, (option, default, settings) in KNOBS.items():
+        assert getattr(build(name, image_shape=(1, 8, 8), num_classes=2).layer.router, option) == default
+        points = [run for run in runs if run.family == name and run.setting is not None]
+        assert {(run.setting, run.seed) for run in points} == {(one, seed) for one in settings for seed in range(3)}
+        assert all(run.config.model_options[option] == run.setting and run.config.lr == 2e-3 for run in points)
 
 
 @pytest.mark.parametrize("scale", [FULL, QUICK], ids=["full", "quick"])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from raytraced.reproduce.plan import FULL
-from raytraced.reproduce.records import Results, Store, best_rates, read_line, shorten, spread, write_line
+from raytraced.reproduce.records import Results, Store, best_rates, read_line, shorten, spread, wider_grids, write_line
 from raytraced.training.config import TrainConfig
 
 
@@ -80,15 +80,20 @@ SCALE = replace(FULL, data=FULL.data | {"mnist": replace(FULL.data["mnist"], gri
 
 
 @pytest.fixture
-def find(record):
-    def find(accuracies, data="mnist", scale=SCALE):
-        return best_rates(Results(
+def search(record):
+    def search(accuracies, data="mnist"):
+        return Results(
             record(data, f"top-k-lr-{lr:g}", 100, group="search", family="top-k", setting=lr, lr=lr, accuracy=0.99,
                    validation=accuracy or 0.0, error=None if accuracy else "not finite")
             for lr, accuracy in accuracies.items()
-        ), scale)  # fmt: skip
+        )  # fmt: skip
 
-    return find
+    return search
+
+
+@pytest.fixture
+def find(search):
+    return lambda accuracies, data="mnist": best_rates(search(accuracies, data), SCALE)
 
 
 def test_the_best_rate_on_validation_wins_whatever_the_test_images_say(find):
@@ -96,7 +101,7 @@ def test_the_best_rate_on_validation_wins_whatever_the_test_images_say(find):
 
 
 def test_of_equal_rates_the_smaller_wins_and_a_diverged_run_loses(find):
-    assert find({1e-3: 0.8, 2e-3: 0.8, 5e-3: None}) == {"mnist": {"top-k": 1e-3}}
+    assert find({5e-4: 0.7, 1e-3: 0.8, 2e-3: 0.8, 5e-3: None}) == {"mnist": {"top-k": 1e-3}}
 
 
 @pytest.mark.parametrize(
@@ -104,12 +109,12 @@ def test_of_equal_rates_the_smaller_wins_and_a_diverged_run_loses(find):
     [(0.9009, 0.9, 2e-3), (0.9011, 0.9, 5e-3), (0.9715, 0.9705, 2e-3)],  # the last: 6 of 6,000 images
 )
 def test_rates_within_a_tenth_of_a_point_are_equal(find, better, worse, taken):
-    assert find({1e-3: 0.8, 2e-3: worse, 5e-3: better})["mnist"]["top-k"] == taken
+    assert find({1e-3: 0.8, 2e-3: worse, 5e-3: better, 1e-2: 0.7})["mnist"]["top-k"] == taken
 
 
 def test_a_data_set_may_have_a_grid_of_its_own(find):
-    assert find({1e-3: 0.8, 2e-3: 0.6, 5e-3: 0.7}, "union") == {"union": {"top-k": 1e-3}}
-    assert find({1e-3: 0.8, 2e-3: 0.6, 5e-3: 0.7}, "cifar10") == {}  # five rates are tried there
+    assert find({1e-3: 0.6, 2e-3: 0.8, 5e-3: 0.7}, "union") == {"union": {"top-k": 2e-3}}
+    assert find({1e-3: 0.6, 2e-3: 0.8, 5e-3: 0.7}, "fashion-mnist") == {}  # five rates are tried there
 
 
 def test_an_incomplete_search_finds_nothing(find):
@@ -119,3 +124,21 @@ def test_an_incomplete_search_finds_nothing(find):
 def test_a_search_that_always_diverges_is_an_error(find):
     with pytest.raises(ValueError, match="top-k on mnist: diverged at every learning rate"):
         find(dict.fromkeys(GRID))
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "tried"),
+    [
+        ({}, None),
+        ({1e-3: 0.9}, (1e-3, 2e-3, 5e-3)),  # not all of the grid yet
+        ({1e-3: 0.7, 2e-3: 0.9, 5e-3: 0.8}, (1e-3, 2e-3, 5e-3)),
+        ({1e-3: 0.7, 2e-3: 0.8, 5e-3: 0.9}, (1e-3, 2e-3, 5e-3, 1e-2)),
+        ({1e-3: 0.7, 2e-3: 0.8, 5e-3: 0.9, 1e-2: 0.95}, (1e-3, 2e-3, 5e-3, 1e-2, 2e-2)),
+        ({1e-3: 0.7, 2e-3: 0.8, 5e-3: 0.9, 1e-2: None}, (1e-3, 2e-3, 5e-3, 1e-2)),
+        ({1e-3: 0.9, 2e-3: 0.8, 5e-3: 0.7}, (1e-3, 2e-3, 5e-3, 5e-4)),
+    ],
+)
+def test_a_search_goes_on_while_its_best_rate_lies_on_the_edge(search, find, accuracies, tried):
+    assert wider_grids(search(accuracies), SCALE).get(("mnist", "top-k")) == tried
+    assert ("mnist" in find(accuracies)) == (tried is not None and set(tried) == set(accuracies))
+    assert wider_grids(search(accuracies), replace(SCALE, fixed_lr=1.0)).get(("mnist", "top-k"), GRID)[:3] == GRID

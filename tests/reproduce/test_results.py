@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from raytraced.commands.reproduce import find_rates
-from raytraced.reproduce.plan import FULL, Planner, every_run
+from raytraced.commands.reproduce import find_plan
+from raytraced.reproduce.plan import FULL, every_run
 from raytraced.reproduce.records import Store, write_line
 from raytraced.reproduce.report import summarise
 from raytraced.reproduce.tables import all_tables, readme_table
@@ -21,7 +21,7 @@ def store():
 
 @pytest.fixture(scope="module")
 def planned():
-    return every_run(Planner(FULL, find_rates(FULL, RESULTS)))
+    return every_run(find_plan(FULL, RESULTS))
 
 
 def test_every_record_is_of_a_run_with_the_configuration_in_the_code(store, planned):

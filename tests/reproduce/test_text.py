@@ -99,8 +99,8 @@ def test_a_small_likeness_is_trained_judged_by_bits_and_written(tmp_path, monkey
 
 def test_every_record_in_results_is_of_a_run_that_is_still_planned():
     folder = Path(__file__).parents[2] / "results" / "text"
-    rates = command.find_rates(TEXT, folder)
-    planned = {run.key: run.digest for run in plan.every_run(Planner(TEXT, rates))}
+    planner = command.find_plan(TEXT, folder)
+    planned = {run.key: run.digest for run in plan.every_run(planner)}
     records = Store(folder / "records").records
     assert records
     assert {key: record.digest for key, record in records.items()}.items() <= planned.items()

@@ -63,9 +63,11 @@ def aux_free(router, step, hidden):
 
 def top_any(router, step, hidden):
     margins = []
-    for direction, bar in zip(router.directions[step], router.thresholds[step], strict=True):
+    rows = zip(router.directions[step], router.thresholds[step], router.removed[step], strict=True)
+    for direction, bar, removed in rows:
         cosine = (direction @ hidden) / (direction.norm() * hidden.norm())
-        margins.append(1 / (1 + (-cosine).exp()) - 1 / (1 + (-bar).exp()))
+        margin = 1 / (1 + (-cosine).exp()) - 1 / (1 + (-bar).exp())
+        margins.append(margin * 0 - 2 if removed else margin)
     chosen = [e for e, margin in enumerate(margins) if margin > 0] or by_strength(margins)[:1]
     return {e: (1 + margins[e] - margins[e].detach()) / len(chosen) for e in chosen}
 

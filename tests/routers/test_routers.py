@@ -58,6 +58,7 @@ def test_a_router_equals_a_loop_over_samples(name, stream):
         layer.router.bias.normal_()
     if name == "top-any":
         layer.router.thresholds.data.normal_()
+        layer.router.removed[1, 2] = True
     hidden, probe = torch.randn(9, 5, dtype=torch.float64), torch.randn(9, 5, dtype=torch.float64)
     hidden.requires_grad_()
     out = layer(hidden)
@@ -229,6 +230,37 @@ def test_top_any_runs_the_nearest_expert_if_none_is_near_enough():
     assert torch.equal(active.argmax(-1), cosine.argmax(-1))
 
 
+def test_top_any_removes_the_experts_that_nobody_opened_for_so_many_steps():
+    layer = make_layer(TopAny, num_layers=2, removal=3)
+    layer.router.thresholds.data[0, 1] = 9.0
+    hidden = torch.randn(20, 5, dtype=torch.float64)
+    for step in range(3):
+        assert not layer.router.removed.any(), step
+        layer(hidden)
+    never = layer(hidden).route.active.eq(0).all(0)
+    assert torch.equal(layer.router.removed, never)
+    assert never[0, 1]
+    layer.router.thresholds.data[0, 1] = -9.0  # too late
+    assert not layer.eval()(hidden).route.active[:, 0, 1].any()
+
+
+@pytest.mark.parametrize("options", [{"removal": 0}, {"removal": 1}])
+def test_top_any_removes_nobody_outside_training_or_without_removal(options):
+    layer = make_layer(TopAny, **options).train(not options["removal"])
+    layer.router.thresholds.data[0, 1] = 9.0
+    layer(torch.randn(20, 5, dtype=torch.float64))
+    assert not layer.router.removed.any()
+    assert not layer.router.opened.any()
+
+
+def test_top_any_starts_with_directions_at_right_angles():
+    directions = make_layer(TopAny).router.directions
+    for one in directions:  # four of five dimensions
+        torch.testing.assert_close(
+            one @ one.mT, torch.eye(4, dtype=torch.float64), rtol=0, atol=1e-6
+        )  # made in single precision
+
+
 def test_top_any_learns_from_what_is_charged_for_active_experts():
     layer = make_layer(TopAny)
     layer(torch.randn(20, 5, dtype=torch.float64)).route.active.sum().backward()
@@ -296,6 +328,7 @@ def test_an_empty_batch_gives_an_empty_answer_and_a_finite_loss(name):
         (AuxFree, {"k": 9}, "k=9: must lie in 1 … num_experts=4"),
         (AuxFree, {"update_rate": -1.0}, "update_rate=-1.0: must not be negative"),
         (TopAny, {"diversity": -1.0}, "diversity=-1.0: must not be negative"),
+        (TopAny, {"removal": -1}, "removal=-1: must not be negative, it is a number of steps"),
         (NullExperts, {"num_null": -1}, "num_null=-1: must not be negative"),
         (NullExperts, {"k": 7, "num_null": 2}, "k=7: must lie in 1 … 6, null ones included"),
         (ChainOfExperts, {"num_rounds": 0}, "num_rounds=0: must be at least 1"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from raytraced.reproduce import plan
 from raytraced.reproduce.plan import FULL, PARTS, QUICK, TEXT, TEXT_QUICK, Planner, Scale, Wanted, collect_runs
-from raytraced.reproduce.records import Store, best_rates
+from raytraced.reproduce.records import Store, best_rates, wider_grids
 from raytraced.words import did_you_mean, require
 
 
@@ -68,9 +68,10 @@ def split(words: str | None) -> list[str]:
     return [word.strip() for word in (words or "").split(",") if word.strip()]
 
 
-def find_rates(scale: Scale, folder: Path) -> plan.LearningRates:
-    """What the searches on record found; one made with another recipe does not count, and is made again."""
-    return best_rates(Store(folder / "records").results(plan.every_run(Planner(scale, {}))), scale)
+def find_plan(scale: Scale, folder: Path) -> Planner:
+    """With what the searches on record found; one made with another recipe does not count, and is made again."""
+    results = Store(folder / "records").results(plan.every_run(Planner(scale, {})))
+    return Planner(scale, best_rates(results, scale), wider_grids(results, scale))
 
 
 def train_all(
@@ -83,25 +84,25 @@ def train_all(
     from raytraced.tasks.table import find_task
 
     failures: dict[str, str] = {}
-    rates = find_rates(scale, folder)
+    planner = find_plan(scale, folder)
     while True:
-        runs = collect_runs(parts, Planner(scale, rates), wanted)
+        runs = collect_runs(parts, planner, wanted)
         if not runs:
             raise ValueError(f"nothing to run: {', '.join(parts)} has no run on {', '.join(wanted or ())}")
         for name in sorted({run.data for run in runs}):  # cached before anyone trains: two need not fetch the same
             find_task(name).load(name, data_root)
         failures |= run_all(runs, folder / "runs", folder / "records", workers, data_root)
-        found = find_rates(scale, folder)
-        if found == rates:
+        found = find_plan(scale, folder)
+        if found == planner:
             # a search's run that diverged has been taken into account: a finding, not a failure
             known = Store(folder / "records").records
             return {key: told for key, told in failures.items() if key not in known or known[key].group != "search"}
-        rates = found
+        planner = found
 
 
 def write_results(parts: list[str], scale: Scale, wanted: Wanted, folder: Path, data_root: str | None) -> Path:
     """Draw the parts that were asked for, and write summary, tables and report from all there is; returns the page to open."""
-    results = Store(folder / "records").results(plan.every_run(Planner(scale, find_rates(scale, folder))))
+    results = Store(folder / "records").results(plan.every_run(find_plan(scale, folder)))
     if not results.whole:
         raise ValueError(f"{folder / 'records'}: holds no record of a run; leave --redraw out to train")
     if parts == ["text"]:
@@ -123,7 +124,7 @@ def write_results(parts: list[str], scale: Scale, wanted: Wanted, folder: Path, 
 def tell_plan(parts: list[str], scale: Scale, wanted: Wanted, folder: Path, workers: int) -> int:
     """Print the runs of each part, and a guess at the time."""
     whole = Planner(replace(scale, fixed_lr=1.0), {})  # any rate will do to count what waits for a search
-    planned = collect_runs(parts, Planner(scale, find_rates(scale, folder)), wanted)
+    planned = collect_runs(parts, find_plan(scale, folder), wanted)
     rows = {part: plan.runs_of(part, whole, wanted) for part in parts}
     told = {run.key for runs in rows.values() for run in runs}
     first = [run for run in planned if run.group == "search" and run.key not in told]

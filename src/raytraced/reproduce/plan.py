@@ -17,6 +17,18 @@ LearningRates = Mapping[str, Mapping[str, float]]  # data set → label → lear
 Wanted = tuple[str, ...] | None  # data sets that were asked for; None: those that a part is made for
 
 SEARCH_SEED = 100  # of no other run
+LADDER = (
+    1e-4,
+    2e-4,
+    5e-4,
+    1e-3,
+    2e-3,
+    5e-3,
+    1e-2,
+    2e-2,
+    5e-2,
+    1e-1,
+)  # the rates beyond a grid, should its best lie on an edge
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,7 @@ class Scale:
     fixed_lr: float | None = None  # of everyone, in place of a search
 
 
-# 64-wide experts, so that capacity matters. A short search would favour too large rates: fewer rates, each a whole run.
+# 64-wide experts, so that capacity matters; searched by whole runs as well.
 UNION = DataPlan(6, 6, False, True, (1e-3, 2e-3, 5e-3), options={"dim": 64}, epoch_seconds=7.0)
 FULL = Scale(
     "full",
@@ -62,7 +74,8 @@ FULL = Scale(
         "digits": DataPlan(60, 20, paper=False, compared=False, epoch_seconds=0.3),
         "mnist": DataPlan(25, 8),
         "fashion-mnist": DataPlan(25, 8),
-        "cifar10": DataPlan(25, 5, epoch_seconds=2.0),
+        # a short search would favour too large rates: fewer rates, each a whole run
+        "cifar10": DataPlan(25, 25, grid=(2e-3, 5e-3, 1e-2), epoch_seconds=2.0),
         "union": UNION,
     },
     num_seeds=3,
@@ -152,6 +165,7 @@ class Planner:
 
     scale: Scale
     rates: LearningRates
+    grids: Mapping[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)  # of searches wider than planned
 
     def runs(
         self, group: Group, variants: Iterable[Variant], names: Iterable[str], seeds: Iterable[int], epochs: int = 0
@@ -171,11 +185,11 @@ class Planner:
         return planned
 
     def search(self, variant: Variant, data: str) -> list[Run]:
-        """One short run for each learning rate of the grid."""
+        """One run for each learning rate of the grid."""
         plan = self.scale.data[data]
         tried = [
             replace(variant, label=f"{variant.label}-lr-{lr:g}", lr=lr, family=variant.label, setting=lr)
-            for lr in plan.grid
+            for lr in self.grids.get((data, variant.label), plan.grid)
         ]
         return self.runs("search", tried, [data], [SEARCH_SEED], plan.search_epochs)
 
@@ -227,7 +241,8 @@ def choose_parts(names: Iterable[str]) -> list[str]:
 
 def runs_of(part: str, planner: Planner, wanted: Wanted) -> list[Run]:
     """The runs that a part needs, of the models that it compares on the data sets that it is made for."""
-    scale, plans, seeds = planner.scale, planner.scale.data, range(planner.scale.num_seeds)
+    scale, plans = planner.scale, planner.scale.data
+    seeds, many = range(scale.num_seeds), range(scale.num_compared_seeds)
     asked = [name for name in plans if wanted is None or name in wanted]
     # the paper's, or any others that were asked for; wide models are not the paper's
     papers = [name for name in asked if (plans[name].paper or wanted) and not plans[name].wide]
@@ -255,14 +270,14 @@ def runs_of(part: str, planner: Planner, wanted: Wanted) -> list[Run]:
         case "init":
             return planner.runs("init", who.INIT_VARIANTS, probed, seeds, scale.probe_epochs)
         case "frontier" | "union":
-            pairs = [(name, who.compared_variants(plans[name].targets, plans[name].wide)) for name in compared]
-            seeds = range(scale.num_compared_seeds)
+            swept = [(name, who.swept_variants(plans[name].targets), seeds) for name in compared]
+            whole = [(name, who.compared_variants(plans[name].wide), many) for name in compared]
+            return [run for name, some, which in swept + whole for run in planner.runs("main", some, [name], which)]
         case "text":
             texts = [name for name in asked if plans[name].options == BYTES.options]
             return planner.runs("main", who.text_variants(), texts, seeds)
         case "sure":
-            pairs = [(name, who.sure_variants(plans[name].wide)) for name in asked if plans[name].compared]
-            seeds = range(scale.num_compared_seeds)
+            pairs, seeds = [(name, who.sure_variants(plans[name].wide)) for name in asked if plans[name].compared], many
         case _:  # ship
             pairs = [(name, (variant,)) for name, variant in who.SHIPPED.values() if name in asked]
     return [run for name, variants in pairs for run in planner.runs("main", variants, [name], seeds)]
@@ -275,6 +290,7 @@ def collect_runs(parts: Iterable[str], planner: Planner, wanted: Wanted) -> list
 
 def every_run(planner: Planner) -> list[Run]:
     """Whatever may have been run at a scale by whichever command: with the rates known by now, and before, the searches."""
-    planners, everywhere = (Planner(planner.scale, {}), planner), tuple(planner.scale.data)
+    wide = {name: replace(plan, grid=tuple({*plan.grid, *LADDER})) for name, plan in planner.scale.data.items()}
+    planners, everywhere = (Planner(replace(planner.scale, data=wide), {}), planner), tuple(planner.scale.data)
     runs = (collect_runs(PARTS, one, wanted) for one in planners for wanted in (None, everywhere))
     return list({run.key: run for some in runs for run in some}.values())

@@ -70,7 +70,8 @@ AUX_FREE = Variant("aux-free", "aux-free")
 BALANCE_VARIANTS = (MRE, MRE_PAPER, TOP_K, TOP_K_BALANCE, AUX_FREE)
 
 TOP_1 = Variant("top-1", "top-k", {"k": 1}, tuned_as=TOP_K)
-OTHERS = tuple(Variant(name, name) for name in ("ada-k", "top-any", "null-experts", "chain"))
+TOP_ANY = Variant("top-any", "top-any", {"removal": 100})
+OTHERS = (TOP_ANY, *(Variant(name, name) for name in ("ada-k", "null-experts", "chain")))
 ROUTED_VARIANTS = (TOP_1, TOP_K, TOP_K_BALANCE, AUX_FREE, THRESHOLD, *OTHERS)
 MULTI_EXIT = Variant("multi-exit", "multi-exit", {"stream": "residual"})
 DENSE_VARIANTS = tuple(
@@ -101,12 +102,30 @@ def sure_variants(wide: bool) -> tuple[Variant, ...]:
     return (*SURE_VARIANTS, exits)
 
 
-def compared_variants(targets: tuple[float, ...], wide: bool) -> tuple[Variant, ...]:
-    """All that meet on a data set: ours along its targets, rivals, controls; models of the paper's sizes if it is not wide."""
+def compared_variants(wide: bool) -> tuple[Variant, ...]:
+    """All that meet on a data set: ours, rivals, controls; models of the paper's sizes if it is not wide."""
+    narrow = () if wide else (MRE_PAPER, MLP_TOTAL, MLP_AVG, MULTI_EXIT)
+    return (MRE, *narrow, *ROUTED_VARIANTS, *DENSE_VARIANTS)
+
+
+# Whoever has a knob for its cost: model → option, its default, the other settings. MRE's knob is its target.
+KNOBS: dict[str, tuple[str, float, tuple[float, ...]]] = {
+    "threshold": ("threshold", 0.5, (0.8, 0.95)),
+    "ada-k": ("expert_cost", 0.0, (0.003, 0.03)),
+    "null-experts": ("num_null", 8, (4, 24)),
+}
+
+
+def swept_variants(targets: tuple[float, ...]) -> tuple[Variant, ...]:
+    """The points along everyone's knob, each trained at the rate that was found for its default."""
     ours = replace(MRE, tuned_as=MRE, family="mre")
     aimed = (replace(ours, label=f"mre-target-{t:g}", training={"target_experts": t}, setting=t) for t in targets)
-    narrow = () if wide else (MRE_PAPER, MLP_TOTAL, MLP_AVG, MULTI_EXIT)
-    return (MRE, *aimed, *narrow, *ROUTED_VARIANTS, *DENSE_VARIANTS)
+    turned = (
+        Variant(f"{name}-{value:g}", name, {option: value}, tuned_as=Variant(name, name), family=name, setting=value)
+        for name, (option, _, settings) in KNOBS.items()
+        for value in settings
+    )
+    return (*aimed, *turned)
 
 
 def temperature_variants(temperatures: tuple[float, ...]) -> tuple[Variant, ...]:

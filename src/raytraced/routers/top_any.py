@@ -8,46 +8,70 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raytraced.layer import Choice, Draws, Router, Work
+from raytraced.routers.choosing import global_load
 from raytraced.words import require
 
 
 class TopAny(Router):
     """An expert runs where σ(cosine similarity) exceeds σ(its threshold), the nearest if none does; outputs are averaged.
 
-    The grid is fixed: the reference's adding and removing of experts while training is left out. `diversity` weighs its
-    loss, which keeps the directions apart and short.
+    Directions start orthogonal. An expert that no sample opened in `removal` training steps is removed for good (0: none
+    is); the reference's adding of experts is left out. `diversity` weighs its loss, which keeps directions apart and short.
     """
 
-    def __init__(self, dim: int, num_layers: int, num_experts: int, *, diversity: float = 0.01) -> None:
+    removed: Tensor  # (L, N)
+    opened: Tensor  # (L, N), samples since experts were last removed
+    num_calls: Tensor
+
+    def __init__(
+        self, dim: int, num_layers: int, num_experts: int, *, diversity: float = 0.01, removal: int = 100
+    ) -> None:
         super().__init__(dim, num_layers, num_experts, num_outlets=0)
         require(diversity >= 0, "diversity", diversity, "must not be negative")
-        self.diversity = diversity
+        require(removal >= 0, "removal", removal, "must not be negative, it is a number of steps")
+        self.diversity, self.removal = diversity, removal
         self.directions = nn.Parameter(torch.zeros(num_layers, num_experts, dim))
         self.thresholds = nn.Parameter(torch.zeros(num_layers, num_experts))
+        self.register_buffer("removed", torch.zeros(num_layers, num_experts, dtype=torch.bool))
+        self.register_buffer("opened", torch.zeros(num_layers, num_experts))
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
 
     def reset_parameters(self) -> None:
-        bound = self.directions.shape[-1] ** -0.5
-        nn.init.uniform_(self.directions, -bound, bound)
+        for directions_ND in self.directions:
+            nn.init.orthogonal_(directions_ND)
 
     def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:
         directions_ND = F.normalize(self.directions[step], dim=-1)
         similarity_BN = F.linear(F.normalize(hidden_BD, dim=-1), directions_ND)
         similarity_BN = similarity_BN.to(torch.promote_types(similarity_BN.dtype, torch.float32))
-        margin_BN = similarity_BN.sigmoid() - self.thresholds[step].sigmoid()
+        # A margin lies in -1 … 1: the removed are further away than anyone.
+        margin_BN = (similarity_BN.sigmoid() - self.thresholds[step].sigmoid()).masked_fill(self.removed[step], -2.0)
         nearest_BN = margin_BN.argmax(-1, keepdim=True) == torch.arange(self.num_experts, device=margin_BN.device)
         open_BN = (margin_BN > 0) | (nearest_BN & (margin_BN.amax(-1, keepdim=True) <= 0))
         # Straight through: the difference is exactly 0, so the mask stays exactly 0 or 1.
         active_BN = open_BN.to(margin_BN.dtype) + (margin_BN - margin_BN.detach())
         weights_BN = active_BN / open_BN.sum(-1, keepdim=True)
+        if self.training and self.removal:
+            self.remove_unused(step, global_load(active_BN))
         if not (self.diversity and self.training):
             return Choice(active_BN, weights_BN)
         return Choice(active_BN, weights_BN, self.diversity * diversity_loss(self.directions[step]))
+
+    @torch.no_grad()
+    def remove_unused(self, layer: int, load_N: Tensor) -> None:
+        """Count whom a layer's samples opened; after the last layer of every so many steps, remove whom nobody did."""
+        self.opened[layer] += load_N
+        if layer == self.num_layers - 1:
+            self.num_calls += 1
+            if int(self.num_calls) % self.removal == 0:
+                self.removed |= self.opened == 0
+                self.opened.zero_()
 
     def step_work(self) -> Work:
         return Work(self.directions[0].numel(), self.directions[0].numel() + self.thresholds[0].numel())
 
     def extra_repr(self) -> str:
-        return f"diversity={self.diversity}"
+        return f"diversity={self.diversity}, removal={self.removal}"
 
 
 def diversity_loss(directions_ND: Tensor) -> Tensor:
