@@ -91,7 +91,7 @@ def test_the_page_needs_no_other_file_and_reads_in_the_dark(results, tmp_path):
     write_report(results, FULL, tmp_path)
     page = (tmp_path / "report.html").read_text()
     sources = re.findall(r'(?:src|href)="([^"]{0,22})', page)
-    assert len(sources) == 5
+    assert len(sources) == 6
     assert all(source.startswith("data:image/png;base64") for source in sources)
     assert "http" not in page
     assert "prefers-color-scheme: dark" in page
@@ -106,7 +106,7 @@ def test_quick_is_written_on_every_output(results, tmp_path):
 
 def test_examples_are_drawn_from_the_data(results, tmp_path):
     written = save_figures(["fig5", "fig7"], results, ["digits"], tmp_path, None, quick=True)
-    assert [path.name for path in written] == ["fig5-digits.png", "fig7-digits.png"]
+    assert [path.stem for path in written] == ["fig5-digits", "fig5-paper-digits", "fig7-digits", "fig7-paper-digits"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
 
 

@@ -12,13 +12,21 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from raytraced.reproduce.canvas import BLUE, FAINT, GREY, GRID, INK, LOOKS, ORANGE, SKY, card, panels, set_range
+from raytraced.reproduce.canvas import BLUE, FAINT, GRID, INK, LOOKS, ORANGE, SKY, Look, card, panels, set_range
 from raytraced.reproduce.claims import settled
 from raytraced.reproduce.plan import FULL
 from raytraced.reproduce.records import Point, Record, Results, budget_points, spread
-from raytraced.reproduce.variants import DATA_NAMES, EQUAL_LR, NAMES
+from raytraced.reproduce.variants import DATA_NAMES, EQUAL_LR, KNOBS, NAMES
 from raytraced.tasks.table import find_task
 
+# Whoever has a knob for its cost: what the numbers beside its points are.
+KNOB_NAMES = {
+    "mre": "MRE, target",
+    "dense": "dense, blocks",
+    "threshold": "threshold, sum",
+    "ada-k": "ada-k, cost",
+    "null-experts": "null-experts, null",
+}
 NUM_LENGTHS = 6  # curves in a panel
 SPAN = 12.0  # points of accuracy that a panel shows at most
 LEAST_SHARE = 0.01  # of the images, for a length to have a curve of its own
@@ -29,9 +37,11 @@ CAPTIONS = {
     "fig2-paper": "Figure 2, as in the paper: the same for the recipe of the text.",
     "fig3": "Figure 3: test accuracy of a run against the epochs until its validation accuracy was within 0.5 of its best.",
     "fig5": "Figure 5: for each class the share of its test images that activate each expert (rows: layers).",
+    "fig5-paper": "Figure 5, as in the paper: the same for the recipe of the text.",
     "fig6": "Figure 6: validation accuracy over the epochs, mean and range over seeds.",
     "fig7": "Figure 7: correctly classified test images, the first ones of each number of experts used (left).",
-    "frontier": "The frontier: test accuracy (mean and deviation over seeds) against multiply-adds.",
+    "fig7-paper": "Figure 7, as in the paper: the same for the recipe of the text.",
+    "frontier": "The frontier: test accuracy (mean, deviation over seeds) against multiply-adds, along all knobs (numbers).",
     "sure": "Stopping when sure: accuracy against multiply-adds as more and more may be lost, everyone trained for it.",
     "union": "The frontier on the union of the three data sets: 30 classes, width 64, 64-wide experts.",
 }  # fmt: skip
@@ -60,25 +70,28 @@ def draw_part(part: str, results: Results, names: list[str], data_root: str | No
     ours, written, papers = (
         [data for data in known if known[data] & labels] for labels in ({"mre"}, {"mre-paper"}, {*NAMES})
     )
-    compared = [data for data in known if len(known[data]) > 1]
     raced = [data for data in known if known[data] or results.labels(data, "equal-lr")]
     for name, shown, draw in (
         ("fig2", ours, partial(sequence_figure, label="mre")),
         ("fig2-paper", written, partial(sequence_figure, label="mre-paper")),
         ("fig3", raced, epochs_figure),
         ("fig6", papers, validation_figure),
-        (part, compared if part in ("frontier", "union") else [], frontier_figure),
     ):
         if shown and name.partition("-")[0] == part:
             yield name, draw(results, shown)
+    for data in known if part in ("frontier", "union") else []:
+        if len(known[data]) > 1:
+            yield "union" if wide else f"frontier-{data}", frontier_figure(results, data)
     if part == "sure" and (stopped := [data for data in FULL.data if len(sure_labels(results, data)) > 1]):
         yield "sure", sure_figure(results, stopped)
-    for data in ours if part in ("fig5", "fig7") else []:
-        record, dataset = results.of(data, "mre")[0], find_task(data).load(data, data_root)
+    recipes = [(data, label) for label, some in (("mre", ours), ("mre-paper", written)) for data in some]
+    for data, label in recipes if part in ("fig5", "fig7") else []:
+        record, dataset = results.of(data, label)[0], find_task(data).load(data, data_root)
+        name = f"{part}{label.removeprefix('mre')}-{data}"
         if part == "fig5":
-            yield f"fig5-{data}", class_figure(record, dataset.class_names)
+            yield name, class_figure(record, dataset.class_names)
         else:
-            yield f"fig7-{data}", gallery_figure(record, dataset.test.images.numpy())
+            yield name, gallery_figure(record, dataset.test.images.numpy())
 
 
 def sequence_figure(results: Results, shown: list[str], label: str) -> Figure:
@@ -186,7 +199,9 @@ def class_figure(record: Record, class_names: tuple[str, ...]) -> Figure:
     loads = np.array(record.test["class_load"])  # (C, L, N)
     columns = min(5, len(loads))
     num_rows = -(-len(loads) // columns)
-    title = f"{DATA_NAMES[record.data]}: the share of each class's images that activate each expert"
+    title = (
+        f"{DATA_NAMES[record.data]}, {NAMES[record.label]}: the share of each class's images that activate each expert"
+    )
     with card(title, 1.85 * columns, 1.3 * num_rows + 0.5) as figure:
         grid = figure.subplots(num_rows, columns, squeeze=False)
         for axes in grid.flat[len(loads) :]:
@@ -212,7 +227,7 @@ def gallery_figure(record: Record, images: np.ndarray) -> Figure:
     """Figure 7: correctly classified test images (n, C, H, W), a row for each number of experts they used."""
     gallery: dict[str, list[int]] = record.test["gallery"]
     lengths = thin_out([length for length, rows in gallery.items() if len(rows) >= 6] or list(gallery))
-    title = f"{DATA_NAMES[record.data]}: correctly classified images, by the number of experts they used"
+    title = f"{DATA_NAMES[record.data]}, {NAMES[record.label]}: correctly classified images, by the number of experts they used"
     with card(title, 7.6, 0.62 * len(lengths) + 0.5) as figure:
         grid = figure.subplots(len(lengths), max(map(len, gallery.values())), squeeze=False)
         for axes in grid.flat:
@@ -225,54 +240,54 @@ def gallery_figure(record: Record, images: np.ndarray) -> Figure:
         return figure
 
 
-def frontier_figure(results: Results, shown: list[str]) -> Figure:
-    """Accuracy against multiply-adds: every model a point, MRE a line along its targets and a line along budgets."""
+def frontier_figure(results: Results, data: str) -> Figure:
+    """Accuracy against multiply-adds on one data set: whoever has a knob is a line along it, MRE along budgets too."""
     title, draw = "Accuracy against cost, mean and deviation over the seeds", partial(draw_frontier, results)
-    return panels(title, "test accuracy (%)", shown, draw, 4.8, width=3.5, least=5.6)
+    return panels(title, "test accuracy (%)", [data], draw, 5.6, width=7.4)
 
 
 def draw_frontier(results: Results, data: str, axes: Axes) -> None:
-    """One data set; the horizontal axis leaves out what the leanest input block and output layer take."""
+    """The horizontal axis leaves out what the leanest input block and output layer take."""
     points = [results.point(data, label) for label in results.compared(data)]
     common = min(point.fixed_macs for point in points)
     values = {point.records[0].label: 100 * point.accuracy.mean for point in points}
     best, middle = max(values.values()), sorted(values.values())[len(values) // 2]
     below = set_range(axes, values, max(2.5, 2.2 * (best - middle)))
-    points = [point for point in points if values[point.records[0].label] >= axes.get_ylim()[0]]
-    common_look: dict[str, Any] = {"markersize": 6, "linewidth": 1.5, "elinewidth": 0.8, "zorder": 4}
+    axes.set_ylim(top=max(axes.get_ylim()[1], *(100 * (one.accuracy.mean + one.accuracy.std) + 0.05 for one in points)))
+    families: dict[str, list[Point]] = {}
+    for point in sorted(points, key=lambda one: one.macs):
+        if values[point.records[0].label] >= axes.get_ylim()[0]:
+            families.setdefault(point.records[0].family, []).append(point)
 
-    def draw(chosen: list[Point], name: str, deviation: bool = True, **look: Any) -> None:
-        """Points of one family, joined."""
+    def draw(chosen: list[Point], name: str, look: Look, deviation: bool = True, told: bool = False) -> None:
+        """Points of one family, joined; if `told`, with their settings."""
         x, y = [(point.macs - common) / 1000 for point in chosen], [100 * point.accuracy.mean for point in chosen]
         std = [100 * point.accuracy.std for point in chosen] if deviation else None
-        axes.errorbar(x, y, std, label=name, **common_look | look)
+        line = "none" if len(chosen) == 1 else look.line
+        axes.errorbar(x, y, std, label=name, color=look.colour, marker=look.marker, markerfacecolor=look.face,
+                      linestyle=line, markersize=6, linewidth=1.5, elinewidth=0.8, zorder=4)  # fmt: skip
+        own: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7.5, "color": look.colour}
+        for point, *place in zip(chosen, x, y, strict=True) if told else ():
+            axes.annotate(setting_of(point.records[0]), (place[0], place[1]), (5, 4), **own)
 
-    ours, dense = (
-        sorted((point for point in points if point.records[0].family == family), key=lambda point: point.macs)
-        for family in ("mre", "dense")
-    )
-    if dense:
-        draw(dense, "dense, 1 2 4 8 blocks", color=GREY, linestyle=":", marker="_", markeredgewidth=1.6)
-    for point in dense:
-        place = (point.macs - common) / 1000, 100 * point.accuracy.mean
-        axes.annotate(
-            f"{point.records[0].setting:g}", place, (4, 3), textcoords="offset points", fontsize=7.5, color=GREY
-        )
-    for point in points:
-        if point not in ours and point not in dense:
-            look = LOOKS[point.records[0].label]
-            draw([point], point.records[0].label, color=look.colour, marker=look.marker, markerfacecolor=look.face,
-                 linestyle="none", zorder=3)  # fmt: skip
-    if ours:
-        draw(ours, "MRE, trained for 2, 6, 12", color=BLUE, linestyle="-", marker="o")
+    for family, chosen in families.items():
+        name, told = KNOB_NAMES.get(family, family), family in KNOB_NAMES
+        draw(chosen, name, LOOKS[family], told=told)
     budgets = budget_points(results.of(data, "mre"))[1:]
     if len(budgets) > 1:
-        draw(budgets, "MRE, budgets 1, 2 …", deviation=False, color=BLUE, linestyle="--", marker=".")
+        draw(budgets, "MRE, budgets 1, 2 …", Look(BLUE, ".", "--"), deviation=False)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel(f"thousand multiply-adds an image,\nbeyond the common input block{below}", fontsize=8)
+    axes.set_xlabel(f"thousand multiply-adds an image, beyond the common input block{below}", fontsize=8)
+
+
+def setting_of(record: Record) -> str:
+    """Where its knob stands."""
+    default = KNOBS[record.family][1] if record.family in KNOBS else record.config.target_experts
+    setting = default if record.setting is None else record.setting
+    return "" if setting is None else f"{setting:g}"
 
 
 def sure_labels(results: Results, data: str) -> list[str]:

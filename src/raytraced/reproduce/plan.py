@@ -259,7 +259,7 @@ def runs_of(part: str, planner: Planner, wanted: Wanted) -> list[Run]:
             equal = planner.runs("equal-lr", who.EQUAL_VARIANTS, papers, [0])
             return planner.runs("main", who.PAPER_VARIANTS, papers, seeds) + equal
         case "fig5" | "fig7":
-            return planner.runs("main", (who.MRE,), papers, [0])
+            return planner.runs("main", (who.MRE, who.MRE_PAPER), papers, [0])
         case "lr":
             return [run for name, one in product(compared, who.PAPER_VARIANTS) for run in planner.search(one, name)]
         case "balance":
