@@ -12,7 +12,7 @@ from raytraced.models.table import GRID
 from raytraced.reproduce.claims import RECIPES, load_figures
 from raytraced.reproduce.plan import FULL
 from raytraced.reproduce.records import Point, Results, choose_rate, spread
-from raytraced.reproduce.variants import BALANCE_VARIANTS, DATA_NAMES, NAMES
+from raytraced.reproduce.variants import BALANCE_VARIANTS, DATA_NAMES, MRE_PAPER, NAMES
 
 SHOWN_WITHIN = 0.1  # points that an early stop may cost on validation images
 NUM_NODES = GRID["num_layers"] * GRID["num_experts"]
@@ -159,11 +159,11 @@ def search_table(results: Results) -> Table:
         if (best := choose_rate(accuracies)) is not None:
             cells[best] = f"**{cells[best]}**"
         rows.append([f"{DATA_NAMES[data]}, {label}", *(cells.get(lr, "–") for lr in rates)])
-    wide = " and ".join(data for data, plan in FULL.data.items() if plan.wide)
+    whole = " and ".join(DATA_NAMES[data] for data, plan in FULL.data.items() if plan.search_epochs == plan.epochs)
     note = (
-        f"Validation accuracy in percent after a short run (on the {wide} a whole one); one seed, which no other run "
-        "uses. In bold the rate that was taken: the best, or the smallest within 0.1 points of it; mre-paper keeps the "
-        "paper's 5e-3."
+        f"Validation accuracy in percent after a short run (on {whole} a whole one); one seed, which no other run uses. "
+        "While the best rate lies on the edge of those tried, the next one is tried too. In bold the rate that was taken: "
+        f"the best, or the smallest within 0.1 points of it; mre-paper keeps its {MRE_PAPER.lr:g}."
     )
     return Table("Learning-rate search", ["", *(f"{lr:g}" for lr in rates)], rows, note)
 
