@@ -10,7 +10,7 @@ from raytraced import RaytracedExperts, activation_sequence, build
 from raytraced.draws import exponential, new_seed
 from raytraced.models.table import GRID, complete_options
 from raytraced.reproduce.plan import FULL, Planner
-from raytraced.reproduce.variants import EQUAL_LR, MRE_PAPER, PAPER_VARIANTS, compared_variants
+from raytraced.reproduce.variants import EQUAL_LR, MRE_PAPER, PAPER_VARIANTS, compared_variants, swept_variants
 from raytraced.routers.raytraced import PAPER, Weighting
 from raytraced.sequence import GRADIENTS, WEIGHTINGS, Estimator
 from raytraced.training.config import preset_values
@@ -153,8 +153,7 @@ def test_the_papers_rivals():
 
 
 EVERYONE = {
-    variant.label: variant
-    for variant in (*PAPER_VARIANTS, *compared_variants((2.0,), wide=False), *compared_variants((), wide=True))
+    variant.label: variant for variant in (*PAPER_VARIANTS, *compared_variants(wide=False), *swept_variants((2.0,)))
 }
 
 
