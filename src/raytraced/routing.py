@@ -92,6 +92,10 @@ class RoutingNetwork(nn.Module):
     def num_nodes(self) -> int:
         return self.num_layers * self.num_experts
 
+    def gates(self) -> list[Tensor]:
+        """W of the first layer's gates (N, O) and of those below (L − 2, N, O, N), as far as there are any."""
+        return [gates for gates in (self.gate_first, self.gate_inner) if gates is not None]
+
     def gate_weight(self, layer: int) -> Tensor:
         """W of all gates of one layer (N, O, K)."""
         if layer == 0:

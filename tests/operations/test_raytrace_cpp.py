@@ -125,6 +125,18 @@ def test_new_parameters_are_seen():
     assert layer(*(x.float() for x in rows))[0].dtype == torch.float32
 
 
+def test_memory_is_not_taken_for_what_lay_there_before():
+    for _ in range(20):  # where a new tensor lies is chance
+        layer = Layer()
+        rows = layer.rows(2)
+        layer(*rows)
+        weight = layer.experts.weights[1]
+        weight.data = weight.data.half()
+        weight.data = weight.data.float()
+        with pytest.raises(RuntimeError, match="expected scalar type"):
+            layer(*rows)
+
+
 def test_parameters_given_for_one_call_are_seen():
     layer = Layer()
     rows = layer.rows(2)

@@ -4,7 +4,7 @@ Axes: B batch, L layers, N experts a layer, D width.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from raytraced.grid import Experts, MLPExperts, Stream
 from raytraced.operations import cpp_experts, cpp_sequence
 from raytraced.operations import cpp_library as library
-from raytraced.operations.cpp_library import Int, Pointer
+from raytraced.operations.cpp_library import Int, Pointer, fields
 from raytraced.routing import RoutingNetwork
 from raytraced.sequence import WEIGHTINGS, Route, rates_to_one_weights, rates_weights, unit_weights
 
@@ -27,8 +27,20 @@ Maps = tuple[
     Tensor, ...
 ]  # of the hidden vector: the entry gate's (N, D) and (N,); if gates see it, (R, D) and (L−1, N, O, R)
 
-_structs = ctypes.POINTER(cpp_sequence.Args), ctypes.POINTER(cpp_experts.Args)
-_raytrace = library.bind("raytraced_raytrace", *_structs, Int, *[Pointer] * 4, Int)
+
+class Args(ctypes.Structure):
+    """struct RaytraceArgs of cpu/raytrace.cpp."""
+
+    _fields_ = [
+        ("sequence", cpp_sequence.Args),
+        ("experts", cpp_experts.Args),
+        *fields("weighting rank", Int),
+        ("maps", Pointer * 4),
+    ]
+
+
+_OWN = ("hidden", "out", *cpp_sequence.ROUTE, *cpp_sequence.DATA)  # what every call brings of its own
+_raytrace = library.bind("raytraced_raytrace", ctypes.POINTER(Args), *[Pointer] * len(_OWN))
 
 
 def unless(routing: RoutingNetwork, grid: Experts, hidden_BD: Tensor, maps: Maps, **options: Any) -> str | None:
@@ -68,7 +80,7 @@ def cannot(
     if seen and (L == 1 or seen[1].shape != (L - 1, N, N + 1, len(seen[0]))):
         return "gates of another grid"
     weights, biases = grid.stacks()
-    parameters = [t for t in (*weights, *biases, *maps, routing.gate_first, routing.gate_inner) if t is not None]
+    parameters = (*weights, *biases, *maps, *routing.gates())
     if not all([parameter.is_contiguous() for parameter in parameters]):
         return "parameters that are not contiguous"
     return library.why_unfit((hidden_BD, *parameters), hidden_BD.dtype)
@@ -78,9 +90,9 @@ class _Told(NamedTuple):
     """What the library was told about a grid last, to be told again while the key is the same."""
 
     key: tuple[Any, ...]
-    parameters: list[Tensor]
-    sequence: cpp_sequence.Args
-    experts: cpp_experts.Args
+    args: Args
+    route: list[Tensor]  # as those of an answer
+    held: list[Tensor]  # what the key and the arguments speak of: no other tensor gets its name or its memory
 
 
 _told: WeakKeyDictionary[Experts, _Told] = WeakKeyDictionary()
@@ -94,41 +106,55 @@ def run(
     *,
     weighting: str,
     stream: Stream,
+    seed: Tensor | None,
+    rows_B: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Route]:
     """Hidden vectors (B, D) -> hidden vectors (B, D) and what was activated."""
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not isinstance(grid, MLPExperts):
         return NotImplemented
-    if library.why_unfit((hidden_BD,), maps[0].dtype) is not None:
+    if library.why_unfit((hidden_BD,)) is not None:
         return NotImplemented
-    (B, _), (L, N), rank = hidden_BD.shape, (routing.num_layers, routing.num_experts), len(maps[2]) if maps[2:] else 0
-    entry_BN, sight_BLNO = hidden_BD.new_empty(B, N), hidden_BD.new_empty(B, L - 1, N, N + 1) if rank else None
-    spec, data, tensors = cpp_sequence.describe(routing, entry_BN, sight_BLNO=sight_BLNO, **options)
     weights, biases = grid.stacks()
-    gates = tensors[2 if rank else 1 :]  # without what the library fills in, entry and sight
-    parameters, number = [*weights, *biases, *maps, *gates], _WEIGHTINGS.get(WEIGHTINGS.get(weighting))
+    parameters = (*weights, *biases, *maps, *routing.gates())
     try:
         places = [(id(parameter), parameter.data_ptr(), parameter.is_contiguous()) for parameter in parameters]
     except RuntimeError:  # inside a transform of torch.func
         return NotImplemented
-    told, key = _told.get(grid), (entry_BN.shape, hidden_BD.shape, hidden_BD.dtype, number, stream, spec, places)
+    key = hidden_BD.shape, hidden_BD.dtype, WEIGHTINGS.get(weighting), stream, options, places
+    told = _told.get(grid)
     if told is None or told.key != key:
         if cannot(routing, grid, hidden_BD, maps, weighting=weighting) is not None:
             return NotImplemented
-        sequence = cpp_sequence.make_args(spec, [], tensors)
-        shape, stream_number = (B, L, N), cpp_experts.STREAMS.index(stream)
-        experts = cpp_experts.make_args(shape, stream_number, B, [*weights, *biases])
-        sequence.threads = experts.threads = 1
-        told = _told[grid] = _Told(key, parameters, sequence, experts)
-    sequence = cpp_sequence.Args.from_buffer_copy(told.sequence)
-    experts = cpp_experts.Args.from_buffer_copy(told.experts)
+        args, route = _describe(routing, hidden_BD, maps, (*weights, *biases), weighting, stream, options)
+        told = _told[grid] = _Told(key, args, route, [*parameters, *(parameter.detach() for parameter in parameters)])
     hidden_BD = hidden_BD.contiguous()
-    out_BD, route = torch.empty_like(hidden_BD), cpp_sequence.empty(spec, data, tensors)
-    sequence.entry, experts.hidden, experts.out = entry_BN.data_ptr(), hidden_BD.data_ptr(), out_BD.data_ptr()
-    if sight_BLNO is not None:
-        sequence.sight = sight_BLNO.data_ptr()
-    for name, tensor in zip((*cpp_sequence.ROUTE, *cpp_sequence.DATA), (*route, *data), strict=False):
-        setattr(sequence, name, tensor.data_ptr())
-    pointers = [one.data_ptr() for one in maps] + [0] * (4 - len(maps))
-    library.run(_raytrace, "raytraced experts", sequence, experts, number, *pointers, rank)
+    out_BD, route = torch.empty_like(hidden_BD), [torch.empty_like(one) for one in told.route]
+    own = hidden_BD, out_BD, *route, *cpp_sequence.draws(seed, rows_B)
+    pointers = [one.data_ptr() for one in own]
+    library.run(_raytrace, "raytraced experts", told.args, *pointers, *[None] * (len(_OWN) - len(own)))
     return out_BD, cpp_sequence.as_route(route)
+
+
+def _describe(
+    routing: RoutingNetwork,
+    hidden_BD: Tensor,
+    maps: Maps,
+    parameters: Sequence[Tensor],
+    weighting: str,
+    stream: Stream,
+    options: dict[str, Any],
+) -> tuple[Args, list[Tensor]]:
+    """What stays the same from call to call: the library's arguments, and a route that is not filled in."""
+    B, L, N, rank = hidden_BD.shape[0], routing.num_layers, routing.num_experts, len(maps[2]) if maps[2:] else 0
+    # The library makes entry and sight itself: only their shapes count.
+    entry_BN, sight_BLNO = hidden_BD.new_empty(B, N), hidden_BD.new_empty(B, L - 1, N, N + 1) if rank else None
+    spec, data, tensors = cpp_sequence.describe(
+        routing, entry_BN, sight_BLNO=sight_BLNO, seed=None, rows_B=None, **options
+    )
+    sequence = cpp_sequence.make_args(spec, data, tensors)
+    experts = cpp_experts.make_args((B, L, N), cpp_experts.STREAMS.index(stream), B, parameters)
+    sequence.threads = experts.threads = 1
+    pointers = (Pointer * 4)(*[one.data_ptr() for one in maps])
+    args = Args(sequence, experts, _WEIGHTINGS[WEIGHTINGS[weighting]], rank, pointers)
+    return args, cpp_sequence.empty(spec, data, tensors)

@@ -61,18 +61,17 @@ def describe(
             "one rate for each expert of the first layer"
         )
     numbers = routing.num_layers, num_steps, ESTIMATORS.index(estimator), int(stop == "dominant")
-    sees = sight_BLNO is not None and routing.num_layers > 1
-    data = (
-        [] if seed is None else [seed] if rows_B is None else [seed, rows_B.to(seed.device, torch.int64).contiguous()]
-    )
-    first, inner = routing.gate_first, routing.gate_inner
-    tensors = [entry_BN] if first is None else [entry_BN, first] if inner is None else [entry_BN, first, inner]
-    if sees:
-        assert sight_BLNO is not None
-        tensors.insert(1, sight_BLNO)
-    if first is not None and (first.dtype != entry_BN.dtype or sees):
-        tensors = [tensor.to(entry_BN.dtype) for tensor in tensors]
-    return (*numbers, float(temperature), sees, 1.0 if isinstance(stop, str) else float(stop)), data, tensors
+    seen = [] if sight_BLNO is None or routing.num_layers == 1 else [sight_BLNO]
+    spec = (*numbers, float(temperature), bool(seen), 1.0 if isinstance(stop, str) else float(stop))
+    tensors = [tensor.to(entry_BN.dtype) for tensor in (entry_BN, *seen, *routing.gates())]
+    return spec, draws(seed, rows_B), tensors
+
+
+def draws(seed: Tensor | None, rows_B: Tensor | None) -> list[Tensor]:
+    """The data of a call."""
+    if seed is None or rows_B is None:
+        return [] if seed is None else [seed]
+    return [seed, rows_B.to(seed.device, torch.int64).contiguous()]
 
 
 def make_args(spec: Sequence[float], data: Sequence[Tensor], tensors: Sequence[Tensor], **pointers: int) -> Args:
@@ -141,7 +140,7 @@ def cannot(
     """Why the library cannot find these sequences."""
     if entry_BN.dtype not in library.PRECISIONS:
         return "entry rates in half precision"
-    return library.why_unfit((entry_BN, sight_BLNO, routing.gate_first, routing.gate_inner))
+    return library.why_unfit((entry_BN, sight_BLNO, *routing.gates()))
 
 
 def run(routing: RoutingNetwork, entry_BN: Tensor, **options: Any) -> Route:

@@ -131,7 +131,7 @@ def cannot(
     routing: RoutingNetwork, entry_BN: Tensor, *, sight_BLNO: Tensor | None = None, **options: object
 ) -> str | None:
     """Why the kernels cannot find these sequences."""
-    tensors = [t for t in (entry_BN, sight_BLNO, routing.gate_first, routing.gate_inner) if t is not None]
+    tensors = [t for t in (entry_BN, sight_BLNO, *routing.gates()) if t is not None]
     if not (all([tensor.is_cuda for tensor in tensors]) or os.environ.get("TRITON_INTERPRET") == "1"):
         return "a tensor is not on a GPU"
     if not _HAS_TRITON:

@@ -17,15 +17,24 @@ namespace {
 enum Weighting : long long { UNIT = 0, RATES_TO_ONE = 1, RATES = 2 };
 enum Purpose { BETWEEN = 3 };
 
+// As class Args in cpp_raytrace.py: what stays the same from call to call; what a call brings is not filled in.
+struct RaytraceArgs {
+  SequenceArgs sequence;
+  ExpertsArgs experts;
+  long long weighting, rank;  // rank 0: gates do not see the hidden vectors
+  const void* maps[4];        // the entry gate's (N, D) and (N); if gates see, (R, D) and (L-1, N, O, R)
+};
+
 // What passes from one part to the next.
 template <typename T> struct Between {
-  T *mix, *states, *results;
+  T *entry, *sight, *mix, *states, *results;
   int* rows;
   long long* offsets;
   char* next;
 
-  Between(const ExpertsArgs& args, void* memory) : next((char*)memory) {
+  Between(const ExpertsArgs& args, long long num_seen, void* memory) : next((char*)memory) {
     const long long B = args.batch, M = args.nodes(), D = args.dim();
+    entry = take<T>(B * args.experts), sight = take<T>(B * num_seen);
     mix = take<T>(B * M), states = take<T>(args.layers * B * D), results = take<T>(B * M * D);
     rows = take<int>(B * M), offsets = take<long long>(M + 1);
   }
@@ -80,20 +89,23 @@ template <typename T> void see(const T* into, const T* out, const T* hidden, lon
 }
 
 template <typename T>
-int run(const SequenceArgs& sequence, ExpertsArgs& experts, long long weighting, const T* const* maps, long long rank) {
+int run(const RaytraceArgs& args, SequenceArgs& sequence, ExpertsArgs& experts) {
   const long long B = experts.batch, N = experts.experts, M = experts.nodes(), D = experts.dim();
-  const long long num_seen = (experts.layers - 1) * N * (N + 1);
+  const long long num_seen = args.rank ? (experts.layers - 1) * N * (N + 1) : 0;
+  void* memory = scratch(BETWEEN, Between<T>(experts, num_seen, nullptr).next - (char*)nullptr);
+  if (!memory) return 1;
+  const Between<T> between(experts, num_seen, memory);
+  const T* const* maps = (const T* const*)args.maps;
   for (long long b = 0; b < B; ++b) {
     const T* hidden = (const T*)experts.hidden + b * D;
-    enter(maps[0], maps[1], hidden, D, N, (T*)sequence.entry + b * N);
-    if (rank) see(maps[2], maps[3], hidden, D, rank, num_seen, (T*)sequence.sight + b * num_seen);
+    enter(maps[0], maps[1], hidden, D, N, between.entry + b * N);
+    if (args.rank) see(maps[2], maps[3], hidden, D, args.rank, num_seen, between.sight + b * num_seen);
   }
-  void* memory = scratch(BETWEEN, Between<T>(experts, nullptr).next - (char*)nullptr);
-  if (!memory || raytraced_sequence_forward(&sequence)) return 1;
-  const Between<T> between(experts, memory);
+  sequence.entry = between.entry, sequence.sight = args.rank ? between.sight : nullptr;
+  if (raytraced_sequence_forward(&sequence)) return 1;
   const T *active = (const T*)sequence.active, *rates = (const T*)sequence.rates;
   for (long long i = 0; i < B * M; i += N)
-    weigh(active + i, rates + i, N, weighting, (T)sequence.rate_floor, between.mix + i);
+    weigh(active + i, rates + i, N, args.weighting, (T)sequence.rate_floor, between.mix + i);
   raytraced_experts_plan(B, M, sizeof(T) == 8, active, experts.chunk, 1, between.rows, between.offsets);
   experts.rows = between.rows, experts.offsets = between.offsets, experts.mix = between.mix;
   experts.states = between.states, experts.results = between.results;
@@ -103,11 +115,15 @@ int run(const SequenceArgs& sequence, ExpertsArgs& experts, long long weighting,
 }  // namespace
 }  // namespace raytraced
 
-// Fills in what the sequence gets from the hidden vectors, by the entry gate and by the maps of gates that see them (rank 0: they
-// do not), and the experts from the sequence; returns 0, or 1 where memory has run out.
-extern "C" int raytraced_raytrace(const raytraced::SequenceArgs* sequence, raytraced::ExpertsArgs* experts, long long weighting,
-                                  const void* weight, const void* bias, const void* into, const void* out, long long rank) {
-  const void* const maps[] = {weight, bias, into, out};
-  if (sequence->is_double) return raytraced::run(*sequence, *experts, weighting, (const double* const*)maps, rank);
-  return raytraced::run(*sequence, *experts, weighting, (const float* const*)maps, rank);
+// Hidden vectors to hidden vectors, with what was activated for them, shaped as in sequence.h; returns 0, or 1 where memory has
+// run out.
+extern "C" int raytraced_raytrace(const raytraced::RaytraceArgs* args, const void* hidden, void* out, void* active,
+                                  void* rates, void* output, long long* nodes, long long* num_active,
+                                  const long long* seed, const long long* rows) {
+  raytraced::SequenceArgs sequence = args->sequence;
+  raytraced::ExpertsArgs experts = args->experts;
+  experts.hidden = hidden, experts.out = out, sequence.seed = seed, sequence.rows = rows;
+  sequence.active = active, sequence.rates = rates, sequence.output = output;
+  sequence.nodes = nodes, sequence.num_active = num_active;
+  return sequence.is_double ? raytraced::run<double>(*args, sequence, experts) : raytraced::run<float>(*args, sequence, experts);
 }
