@@ -26,6 +26,10 @@ class Rates(NamedTuple):
 
 def entry_rates(hidden_BD: Tensor, weight_ND: Tensor, bias_N: Tensor) -> Tensor:
     """The entry gate: the rates that enter the first layer (B, N), at least in float32."""
+    if hidden_BD.dtype != weight_ND.dtype and not torch.is_autocast_enabled(hidden_BD.device.type):
+        raise ValueError(
+            f"hidden is {hidden_BD.dtype}: must be {weight_ND.dtype} as the parameters; convert one, or use autocast"
+        )
     logits_BN = F.linear(hidden_BD, weight_ND, bias_N)
     return logits_BN.softmax(-1, dtype=torch.promote_types(logits_BN.dtype, torch.float32))
 

@@ -77,7 +77,7 @@ class InputBlock(nn.Module):
 
     def normalise(self, images: Tensor) -> Tensor:
         """Images as they are -> what the first layer sees."""
-        if images.ndim != 4 or images.shape[1:] != self.image_shape:
+        if images.shape[1:] != self.image_shape:
             raise ValueError(
                 f"images have shape {tuple(images.shape)}: must be (batch, {', '.join(map(str, self.image_shape))})"
             )

@@ -120,8 +120,8 @@ def raytrace_in_steps(
 ) -> tuple[Tensor, Route]:
     """Let rays in, find every row's sequence, weigh its experts and run them."""
     weight_ND, bias_N, *seen = maps
-    sight_BLNO = sight_logits(hidden_BD, *seen) if seen else None
-    route = sequence(routing, entry_rates(hidden_BD, weight_ND, bias_N), sight_BLNO=sight_BLNO, **options)
+    entry_BN = entry_rates(hidden_BD, weight_ND, bias_N)
+    route = sequence(routing, entry_BN, sight_BLNO=sight_logits(hidden_BD, *seen) if seen else None, **options)
     assert route.rates is not None
     weights_BLN = WEIGHTINGS[weighting](route.active, route.rates.nodes)
     return experts(grid, hidden_BD, route.active, weights_BLN, stream), route

@@ -120,8 +120,9 @@ class RaytracedRouter(Router):
 
     def maps(self) -> tuple[Tensor, ...]:
         """What is made of the hidden vector: the entry gate's weight and bias, then the two maps of gates that see it."""
-        gate = self.gate["weight"], self.gate["bias"]
-        return gate if self.sight_in is None else (*gate, self.sight_in, self.sight_out)
+        gate, sight_in = self.gate, self.sight_in  # a module looks every name up for long, and one image waits for it
+        entry = gate["weight"], gate["bias"]
+        return entry if sight_in is None else (*entry, sight_in, self.sight_out)
 
     def how(self, call: Call) -> Select:
         """Greedy unless asked otherwise; in training as the layer was made."""
@@ -268,14 +269,6 @@ class RaytracedExperts(RoutedLayer):
             rows_B=call.rows,
         )
         return LayerOutput(hidden_BD, route)
-
-    def check(self, hidden: Tensor) -> None:
-        super().check(hidden)
-        expected = self.router.gate["weight"].dtype
-        if hidden.dtype != expected and not torch.is_autocast_enabled(hidden.device.type):
-            raise ValueError(
-                f"hidden is {hidden.dtype}: must be {expected} as the parameters; convert one, or use autocast"
-            )
 
     def extra_repr(self) -> str:
         return f"stream={self.stream}, mask_gradient={self.mask_gradient}"
