@@ -40,7 +40,7 @@ class Args(ctypes.Structure):
 
 
 _OWN = ("hidden", "out", *cpp_sequence.ROUTE, *cpp_sequence.DATA)  # what every call brings of its own
-_raytrace = library.bind("raytraced_raytrace", ctypes.POINTER(Args), *[Pointer] * len(_OWN))
+_raytrace = library.bind("raytraced_raytrace", ctypes.POINTER(Args), Int, *[Pointer] * len(_OWN))
 
 
 def unless(routing: RoutingNetwork, grid: Experts, hidden_BD: Tensor, maps: Maps, **options: Any) -> str | None:
@@ -91,11 +91,11 @@ class _Told(NamedTuple):
 
     key: tuple[Any, ...]
     args: Args
-    route: list[Tensor]  # as those of an answer
     held: list[Tensor]  # what the key and the arguments speak of: no other tensor gets its name or its memory
 
 
 _told: WeakKeyDictionary[Experts, _Told] = WeakKeyDictionary()
+_whole = torch.empty(0, dtype=torch.int64, device="cpu")  # to make others of: a dtype that is named takes longer
 
 
 def run(
@@ -121,18 +121,20 @@ def run(
         places = [(id(parameter), parameter.data_ptr(), parameter.is_contiguous()) for parameter in parameters]
     except RuntimeError:  # inside a transform of torch.func
         return NotImplemented
-    key = hidden_BD.shape, hidden_BD.dtype, WEIGHTINGS.get(weighting), stream, options, places
+    B, D = hidden_BD.shape
+    key = D, hidden_BD.dtype, WEIGHTINGS.get(weighting), stream, options, places
     told = _told.get(grid)
     if told is None or told.key != key:
         if cannot(routing, grid, hidden_BD, maps, weighting=weighting) is not None:
             return NotImplemented
-        args, route = _describe(routing, hidden_BD, maps, (*weights, *biases), weighting, stream, options)
-        told = _told[grid] = _Told(key, args, route, [*parameters, *(parameter.detach() for parameter in parameters)])
+        args = _describe(routing, hidden_BD, maps, (*weights, *biases), weighting, stream, options)
+        told = _told[grid] = _Told(key, args, [*parameters, *(parameter.detach() for parameter in parameters)])
     hidden_BD = hidden_BD.contiguous()
-    out_BD, route = torch.empty_like(hidden_BD), [torch.empty_like(one) for one in told.route]
+    L, N, T, real = routing.num_layers, routing.num_experts, options["num_steps"], hidden_BD.new_empty
+    out_BD, route = real(B, D), cpp_sequence.empty_route(B, L, N, T, real, _whole.new_empty)
     own = hidden_BD, out_BD, *route, *cpp_sequence.draws(seed, rows_B)
     pointers = [one.data_ptr() for one in own]
-    library.run(_raytrace, "raytraced experts", told.args, *pointers, *[None] * (len(_OWN) - len(own)))
+    library.run(_raytrace, "raytraced experts", told.args, B, *pointers, *[None] * (len(_OWN) - len(own)))
     return out_BD, cpp_sequence.as_route(route)
 
 
@@ -144,17 +146,14 @@ def _describe(
     weighting: str,
     stream: Stream,
     options: dict[str, Any],
-) -> tuple[Args, list[Tensor]]:
-    """What stays the same from call to call: the library's arguments, and a route that is not filled in."""
-    B, L, N, rank = hidden_BD.shape[0], routing.num_layers, routing.num_experts, len(maps[2]) if maps[2:] else 0
-    # The library makes entry and sight itself: only their shapes count.
-    entry_BN, sight_BLNO = hidden_BD.new_empty(B, N), hidden_BD.new_empty(B, L - 1, N, N + 1) if rank else None
-    spec, data, tensors = cpp_sequence.describe(
-        routing, entry_BN, sight_BLNO=sight_BLNO, seed=None, rows_B=None, **options
-    )
-    sequence = cpp_sequence.make_args(spec, data, tensors)
-    experts = cpp_experts.make_args((B, L, N), cpp_experts.STREAMS.index(stream), B, parameters)
+) -> Args:
+    """What stays the same from call to call."""
+    L, N, rank, like = routing.num_layers, routing.num_experts, len(maps[2]) if maps[2:] else 0, hidden_BD.new_empty
+    # As for one row; the library fills the batch in, and entry and sight, which lie in its own memory.
+    seen = like(1, L - 1, N, N + 1) if rank else None
+    given = cpp_sequence.describe(routing, like(1, N), sight_BLNO=seen, seed=None, rows_B=None, **options)
+    sequence = cpp_sequence.make_args(*given)
+    experts = cpp_experts.make_args((1, L, N), cpp_experts.STREAMS.index(stream), 1, parameters)
     sequence.threads = experts.threads = 1
     pointers = (Pointer * 4)(*[one.data_ptr() for one in maps])
-    args = Args(sequence, experts, _WEIGHTINGS[WEIGHTINGS[weighting]], rank, pointers)
-    return args, cpp_sequence.empty(spec, data, tensors)
+    return Args(sequence, experts, _WEIGHTINGS[WEIGHTINGS[weighting]], rank, pointers)

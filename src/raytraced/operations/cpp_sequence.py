@@ -4,7 +4,8 @@ Axes: B batch, L layers, N experts a layer, M = L·N nodes, O = N + 1 outlets, T
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,8 +101,15 @@ def make_args(spec: Sequence[float], data: Sequence[Tensor], tensors: Sequence[T
 
 def empty(spec: Sequence[float], data: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors of a route, not filled in."""
-    (B, N), L, T, like = tensors[0].shape, int(spec[0]), int(spec[1]), tensors[0].new_empty
-    return [like(B, L, N), like(B, L, N), like(B), like(B, T, dtype=torch.int64), like(B, dtype=torch.int64)]
+    (B, N), like = tensors[0].shape, tensors[0].new_empty
+    return empty_route(B, int(spec[0]), N, int(spec[1]), like, partial(like, dtype=torch.int64))
+
+
+def empty_route(
+    B: int, L: int, N: int, T: int, real: Callable[..., Tensor], whole: Callable[..., Tensor]
+) -> list[Tensor]:
+    """The same, of what makes tensors of real numbers and of whole ones."""
+    return [real(B, L, N), real(B, L, N), real(B), whole(B, T), whole(B)]
 
 
 def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyped-def]

@@ -117,11 +117,12 @@ int run(const RaytraceArgs& args, SequenceArgs& sequence, ExpertsArgs& experts) 
 
 // Hidden vectors to hidden vectors, with what was activated for them, shaped as in sequence.h; returns 0, or 1 where memory has
 // run out.
-extern "C" int raytraced_raytrace(const raytraced::RaytraceArgs* args, const void* hidden, void* out, void* active,
-                                  void* rates, void* output, long long* nodes, long long* num_active,
+extern "C" int raytraced_raytrace(const raytraced::RaytraceArgs* args, long long batch, const void* hidden, void* out,
+                                  void* active, void* rates, void* output, long long* nodes, long long* num_active,
                                   const long long* seed, const long long* rows) {
   raytraced::SequenceArgs sequence = args->sequence;
   raytraced::ExpertsArgs experts = args->experts;
+  sequence.batch = experts.batch = experts.chunk = batch;  // all rows in one chunk
   experts.hidden = hidden, experts.out = out, sequence.seed = seed, sequence.rows = rows;
   sequence.active = active, sequence.rates = rates, sequence.output = output;
   sequence.nodes = nodes, sequence.num_active = num_active;
