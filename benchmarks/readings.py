@@ -59,6 +59,11 @@ READINGS: dict[str, dict[str, Any]] = {
     "nn.Linear's start, 1e-3": {"gate_init": "uniform", "lr": 1e-3},
     "nn.Linear's start, routing 5e-5": {"gate_init": "uniform", "lr_routing": 5e-5},
     "nn.Linear's start, 1e-3, skip-sum": {"gate_init": "uniform", "lr": 1e-3, "stream": "skip-sum"},
+    "nn.Linear's start, 1e-3, masks of active experts only": {
+        "gate_init": "uniform",
+        "lr": 1e-3,
+        "mask_gradient": "active",
+    },
     "gates not scaled": {"scale_init": False},
     "pixels in 0 … 1": {"patch": "pixels"},
     "skip-sum": {"stream": "skip-sum"},
