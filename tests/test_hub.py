@@ -4,8 +4,6 @@ import base64
 import hashlib
 import json
 import pickle
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+import forked
 import raytraced as rt
 from raytraced import hub
 from raytraced.models.card import ModelCard
@@ -79,7 +78,8 @@ def test_local_folders_need_no_huggingface_hub(tmp_path):
         "try: model.push_to_hub('me/digits')\n"
         "except ImportError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = forked.run(forked.program, code)
+    assert done.returncode == 0, done.stderr
     assert done.stdout == "False\npush_to_hub: needs huggingface_hub for the Hub; pip install 'raytraced[hub]'\n"
 
 

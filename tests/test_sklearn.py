@@ -1,8 +1,5 @@
 """scikit-learn's own checks, and what its checks do not look at: seeds, early stops, class weights, answers along the way."""
 
-import subprocess
-import sys
-
 import joblib
 import numpy as np
 import pytest
@@ -14,6 +11,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
+import forked
 import raytraced as rt
 from raytraced.sklearn import MREClassifier, MRERegressor
 
@@ -235,6 +233,6 @@ def test_what_cannot_be_answered_is_one_clear_line_too(classifier):
 
 def test_without_scikit_learn_the_extra_is_named():
     program = "import sys; sys.modules['sklearn'] = None; import raytraced.sklearn"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = forked.run(forked.program, program)
     last = done.stderr.splitlines()[-1]
     assert last == "ImportError: raytraced.sklearn: needs scikit-learn; pip install 'raytraced[sklearn]'"

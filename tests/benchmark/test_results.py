@@ -1,12 +1,12 @@
 import json
 import signal
-import subprocess
 import sys
 import threading
 import time
 
 import pytest
 
+import forked
 from raytraced.benchmark import model_workloads, results, timing
 from raytraced.benchmark.results import Outcome, ResultsFile, code_hash, others_share, read_ticks
 from raytraced.commands import benchmark
@@ -140,7 +140,7 @@ benchmark.run(list("abcd"), pathlib.Path(sys.argv[1]), timing.QUICK, "digits", F
 
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path, measured, capsys):
-    killed = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True)
+    killed = forked.run(forked.program, SCRIPT, tmp_path)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert [line for line in killed.stdout.splitlines() if line.startswith("measured")][-1] == "measured c"
     calls, _ = measured

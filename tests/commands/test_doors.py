@@ -15,6 +15,7 @@ import yaml
 from PIL import Image
 
 import raytraced as rt
+from forked import Forked, command
 from raytraced.__main__ import main
 from raytraced.training.run_folder import RunFolder
 
@@ -95,7 +96,7 @@ with RunFolder(Path({str(trained)!r})).writing():
 def test_training_holds_the_lock_while_it_runs(tmp_path):
     data = stripes(tmp_path / "stripes.npz")
     words = ["train", "--data", str(data), "--output", str(tmp_path), "--name", "one", "--epochs", "2000", *TINY]
-    process = subprocess.Popen([sys.executable, "-m", "raytraced", *words], stdout=subprocess.PIPE, text=True)
+    process = Forked(command, *words)
     run = RunFolder(tmp_path / "one")
     try:
         deadline = time.monotonic() + 60

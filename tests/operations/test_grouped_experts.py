@@ -4,8 +4,6 @@ Single precision is compared with double: 2e-6 of the largest number leaves the 
 """
 
 import os
-import subprocess
-import sys
 from copy import deepcopy
 from itertools import product
 
@@ -14,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import forked
 from raytraced import operations
 from raytraced.grid import MLPExperts, ModuleExperts, run_dense
 from raytraced.layer import routed_layer
@@ -116,7 +115,8 @@ def test_it_is_chosen_on_a_gpu_in_bfloat16_alone():
 def test_half_precision_is_near_single_precision_and_compiles_whole():
     # In a process of its own: on some CPUs oneDNN would choose instructions for bfloat16 that end the process.
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
-    subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=120)
+    done = forked.run(compare_half_precision, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 def compare_half_precision():
@@ -129,7 +129,3 @@ def compare_half_precision():
     whole = torch.compile(grouped_experts.run, fullgraph=True, backend="aot_eager")
     for one, other in zip(run(whole, half, "residual"), found, strict=True):
         torch.testing.assert_close(one, other)
-
-
-if __name__ == "__main__":
-    compare_half_precision()

@@ -1,39 +1,25 @@
 """Real workers on digits: two at a time, killed in the middle, interrupted, resumed."""
 
-import importlib.util
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from forked import Forked
 from raytraced.reproduce import run as running
 from raytraced.reproduce.records import Store
 from raytraced.training import loop
 from raytraced.training.evaluation import Diverged
 from raytraced.training.run_folder import RunFolder
+from reproduce import tiny
 
-SCRIPT = Path(__file__).with_name("tiny.py")
 SECONDS = 300  # for what takes a few: only a hang is longer
 
 
-def load_tiny():
-    spec = importlib.util.spec_from_file_location("tiny", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tiny = load_tiny()
-
-
 def start(folder, num_workers):
-    command = [sys.executable, str(SCRIPT), str(folder / "work"), str(folder / "records"), str(num_workers)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return Forked(tiny.main, folder / "work", folder / "records", num_workers)
 
 
 def wait_for(condition, process):
@@ -55,14 +41,6 @@ def outcome(folder):
     records = [store.find(run) for run in tiny.RUNS]
     histories = [{name: one.history[name] for name in one.history if name != "seconds"} for one in records]
     return [(one.test, one.validation, one.budgets, one.best_epoch) for one in records], histories
-
-
-def worker_of(runner):
-    """The worker process that a runner has started, as the system tells its children."""
-    children = [
-        int(pid) for path in Path(f"/proc/{runner}/task").glob("*/children") for pid in path.read_text().split()
-    ]
-    return next(pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 @pytest.fixture(scope="module")
@@ -138,11 +116,10 @@ def test_killed_and_interrupted_it_goes_on_and_ends_as_if_nothing_had_happened(u
     assert outcome(tmp_path) == outcome(undisturbed[0])
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the worker by Linux's /proc")
 def test_a_worker_that_is_killed_costs_its_run_alone(tmp_path):
     process = start(tmp_path, 1)
     wait_for(lambda: sum(epochs_done(tmp_path)) > 0, process)
-    os.kill(worker_of(process.pid), signal.SIGKILL)
+    os.kill(RunFolder(tmp_path / "work" / tiny.RUNS[0].folder).writer(), signal.SIGKILL)
     told, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert "failed: its process ended with code -9" in told

@@ -1,8 +1,9 @@
-"""Runs that are over in seconds, for workers of their own: `python tiny.py WORK RECORDS WORKERS` brings them to their end."""
+"""Runs that are over in seconds, for workers of their own: `main(WORK, RECORDS, WORKERS)` brings them to their end."""
 
-import sys
+import multiprocessing
 from pathlib import Path
 
+from forked import context
 from raytraced.reproduce.plan import QUICK, Planner
 from raytraced.reproduce.run import Stopped, run_all
 from raytraced.reproduce.variants import Variant
@@ -13,10 +14,14 @@ VARIANTS = (
 )
 RUNS = Planner(QUICK, {}).runs("main", VARIANTS, ("digits",), [0], epochs=20)
 
-if __name__ == "__main__":
+
+def main(work: Path, records: Path, num_workers: int) -> int:
+    multiprocessing.get_context = lambda _: (
+        context
+    )  # workers too need not import PyTorch; test_text.py has some that do
     try:
-        failures = run_all(RUNS, Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+        failures = run_all(RUNS, work, records, num_workers)
     except Stopped as stop:
-        sys.exit(stop.exit_code)
+        return stop.exit_code
     print(failures)
-    sys.exit(1 if failures else 0)
+    return 1 if failures else 0

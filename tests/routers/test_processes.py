@@ -1,18 +1,13 @@
 """Load is that of all processes: two of them do what one does with the whole batch."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import torch
 
+from forked import run_together
 from routers import worker
 
 
 def test_two_processes_balance_as_one_with_the_whole_batch(tmp_path):
-    script = Path(worker.__file__)
-    processes = [subprocess.Popen([sys.executable, script, str(rank), "2", str(tmp_path)]) for rank in range(2)]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    run_together(2, worker.main, tmp_path)
     results = torch.load(tmp_path / "results.pt")
     for name in worker.MODELS:
         grads, buffers = worker.step(name, torch.arange(worker.NUM_SAMPLES))

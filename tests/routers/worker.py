@@ -1,6 +1,5 @@
-"""One of several processes that share a batch: worker.py RANK NUM_PROCESSES FOLDER; process 0 writes what they did."""
+"""One of several processes that share a batch: `main(FOLDER)`; process 0 writes what they did."""
 
-import sys
 from pathlib import Path
 
 import torch
@@ -34,9 +33,10 @@ def step(name, rows):
     return grads, dict(model.named_buffers())
 
 
-def main(rank, num_processes, folder):
+def main(folder):
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=num_processes)
+    distributed.init_process_group("gloo")
+    rank = distributed.get_rank()
     # An uneven split: five samples here, three there.
     rows = torch.arange(NUM_SAMPLES)[:5] if rank == 0 else torch.arange(NUM_SAMPLES)[5:]
     results = {}
@@ -48,7 +48,3 @@ def main(rank, num_processes, folder):
     if rank == 0:
         torch.save(results, Path(folder) / "results.pt")
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

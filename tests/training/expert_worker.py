@@ -1,9 +1,8 @@
-"""One process of several that share experts: `torchrun … expert_worker.py FOLDER EXPERT_PROCESSES STRATEGY`.
+"""One process of several that share experts: `main(FOLDER, EXPERT_PROCESSES, STRATEGY)`.
 
 It trains two steps on its own rows of a batch, writes a checkpoint, and process 0 writes what was found.
 """
 
-import sys
 import time
 from pathlib import Path
 
@@ -64,9 +63,10 @@ def whole(tensor):
 
 
 def main(folder, expert_processes, strategy):
+    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    mesh = make_mesh("cpu", size, int(expert_processes))
+    mesh = make_mesh("cpu", size, expert_processes)
     found = {}
     for case in CASES:
         model = Net(case)
@@ -90,7 +90,3 @@ def main(folder, expert_processes, strategy):
     dist.barrier()
     time.sleep(0.25)  # gloo's threads let go of the last tensor
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

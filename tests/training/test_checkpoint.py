@@ -1,8 +1,6 @@
 """A checkpoint is whole or it is told from a whole one, by name and reason."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+import forked
 from raytraced.saving import DamagedFileError
 from raytraced.training.state import (
     Checkpoint,
@@ -125,7 +124,7 @@ except OSError as error:
     sys.exit(0 if error.filename.endswith("step-0000000002.safetensors") else 4)
 sys.exit(3)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = forked.run(forked.program, program)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001.safetensors"]
     assert_equal(load_checkpoint(tmp_path / "step-0000000001.safetensors"), example(1))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forked import run_together
 from raytraced.training.config import write_config
 from raytraced.training.loop import train
 from raytraced.training.run_folder import RunFolder, create_run_folder
@@ -49,11 +50,18 @@ def test_two_processes_under_the_same_command_equal_one(config, no_pictures, tmp
     assert_close_runs(run, whole)
 
 
-def test_checkpoints_move_between_one_two_and_four_processes(config, no_pictures, tmp_path):
+@pytest.mark.parametrize(
+    "legs",
+    [
+        pytest.param([(1, "ddp", 4), (2, "fsdp", 5), (1, "ddp", 0)], id="one-two"),
+        pytest.param(
+            [(1, "ddp", 4), (2, "fsdp", 5), (4, "ddp", 3), (1, "ddp", 0)], id="one-two-four", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_checkpoints_move_between_numbers_of_processes(config, no_pictures, tmp_path, legs):
     whole = train(replace(config, name="whole"))
-    run = create_run_folder(config, "")
-    legs = ((1, "ddp", 4), (2, "fsdp", 5), (4, "ddp", 3), (1, "ddp", 0))
-    done = 0
+    run, done = create_run_folder(config, ""), 0
     for num_processes, strategy, steps in legs:
         file = tmp_path / "config.yaml"
         file.write_text(write_config(replace(config, strategy=strategy)))
@@ -61,7 +69,7 @@ def test_checkpoints_move_between_one_two_and_four_processes(config, no_pictures
         if num_processes == 1:
             worker.train_some_steps(*words[1:])
         else:
-            torchrun(num_processes, worker.__file__, *words)
+            run_together(num_processes, worker.main, *words)
         done += steps
         if steps:
             assert load_checkpoint(list_checkpoints(run.last)[0]).step == done
@@ -70,7 +78,7 @@ def test_checkpoints_move_between_one_two_and_four_processes(config, no_pictures
 
 def test_three_processes_find_the_figures_and_gradients_of_one(config, no_pictures, tmp_path):
     run, alone, file = train(replace(config, epochs=1)), World(0, 1, torch.device("cpu")), tmp_path / "found.json"
-    torchrun(3, worker.__file__, "measure", str(run.model), config.data, str(file))
+    run_together(3, worker.main, "measure", str(run.model), config.data, str(file))
     found = json.loads(file.read_text())
     # 30 test images in batches of 7 leave a last one of 2: of three processes one gets none of it
     figures = worker.figures(alone, str(run.model), config.data)

@@ -1,13 +1,11 @@
 """Experts on several processes do what they do in one, up to the order of sums, in every layout of the mesh."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from forked import run_together
 from operations.test_no_round_trips import looks_of
 from raytraced import PAPER, RaytracedExperts
 from raytraced.grid import MLPExperts, run_sparse
@@ -18,12 +16,6 @@ from raytraced.routers.top_k import TopK
 from raytraced.training.expert_parallel import make_mesh, shard_experts
 from training import expert_worker
 from training.expert_worker import CASES, Net, train
-
-
-def torchrun(num_processes, *words):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    done = subprocess.run([*command, expert_worker.__file__, *words], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # it is: one process reads what several wrote
@@ -38,7 +30,7 @@ def torchrun(num_processes, *words):
 def test_a_mesh_of_processes_trains_as_one_and_moves_its_checkpoints(
     num_processes, expert_processes, strategy, tmp_path
 ):
-    torchrun(num_processes, str(tmp_path), str(expert_processes), strategy)
+    run_together(num_processes, expert_worker.main, tmp_path, expert_processes, strategy)
     found = torch.load(tmp_path / "found.pt")
     for case in CASES:
         model = Net(case)

@@ -3,13 +3,13 @@
 import resource
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import forked
 from raytraced.tasks.images.dataset import Dataset, Split
 from raytraced.tasks.images.task import ImageTask
 from raytraced.training.config import write_config
@@ -26,16 +26,14 @@ def run_command(config, tmp_path, *, limit: int | None = None) -> subprocess.Com
     file = tmp_path / "config.yaml"
     file.write_text(write_config(config))
 
-    def restrict() -> None:
+    return forked.run(restricted, limit, "train", "-c", file)
+
+
+def restricted(limit: int | None, *words: object) -> int:
+    if limit:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    return subprocess.run(
-        [sys.executable, "-m", "raytraced.cli", "train", "-c", str(file)],
-        capture_output=True,
-        text=True,
-        preexec_fn=restrict if limit else None,
-    )
+    return forked.command(*words)
 
 
 def test_nan_tells_step_and_tensor_and_keeps_the_last_checkpoint(config, no_pictures, monkeypatch):

@@ -1,11 +1,10 @@
 """Mixed precision and compilation, in processes of their own: on some CPUs bf16 products end the process."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 
+import forked
 from raytraced.training.config import write_config
 from raytraced.training.loop import train
 from raytraced.training.run_folder import RunFolder
@@ -15,9 +14,7 @@ from training.runs import metrics
 def train_in_a_process(config, tmp_path) -> list[dict]:
     file = tmp_path / "config.yaml"
     file.write_text(write_config(config))
-    done = subprocess.run(
-        [sys.executable, "-m", "raytraced.cli", "train", "-c", str(file)], capture_output=True, text=True
-    )
+    done = forked.run(forked.command, "train", "-c", file)
     assert done.returncode == 0, done.stdout + done.stderr
     return metrics(RunFolder(tmp_path / "runs" / config.name))
 

@@ -1,11 +1,6 @@
-"""Experts of one's own under PyTorch's DDP as it comes: those that nobody chose take part, and two processes train as one.
-
-`python test_plain_ddp.py RANK FOLDER` is one of the two processes; process 0 writes what they did.
-"""
+"""Experts of one's own under PyTorch's DDP as it comes: those that nobody chose take part, and two processes train as one."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +8,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from forked import run_together
 from raytraced import RaytracedExperts, operations
 from raytraced.layer import routed_layer
 from raytraced.routers.chain import ChainOfExperts
@@ -66,9 +62,11 @@ def train(name, wrap, part):
     return found
 
 
-def one_of_two(rank, folder):
+def one_of_two(folder):
+    """What each of two processes does; process 0 writes what they did."""
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
+    distributed.init_process_group("gloo")
+    rank = distributed.get_rank()
     part = slice(rank * NUM_ROWS // 2, (rank + 1) * NUM_ROWS // 2)
     results = {name: train(name, DistributedDataParallel, part) for name in LAYERS}
     if rank == 0:
@@ -83,16 +81,7 @@ def one_of_two(rank, folder):
 @pytest.fixture(scope="module")
 def of_two_processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ddp")
-    processes = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(folder)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], errors
+    run_together(2, one_of_two, folder)
     return torch.load(folder / "results.pt")
 
 
@@ -112,7 +101,3 @@ def test_one_process_alone_leaves_experts_without_rows_without_a_gradient():
     assert any(
         len(step) < len(list(Model("a plan").parameters())) for step in train("a plan", lambda m: m, slice(None))
     )
-
-
-if __name__ == "__main__":
-    one_of_two(int(sys.argv[1]), sys.argv[2])

@@ -1,12 +1,8 @@
-"""What torchrun starts in the tests of many processes.
-
-`worker.py train CONFIG RUN STOP_STEP` or `worker.py measure MODEL DATA FILE`.
-"""
+"""What one of many processes does: `main("train", CONFIG, RUN, STOP_STEP)` or `main("measure", MODEL, DATA, FILE)`."""
 
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -86,6 +82,6 @@ def measure(model_file: str, data_file: str, file: str) -> None:
             Path(file).write_text(json.dumps(found))
 
 
-if __name__ == "__main__":
+def main(what: str, *words: str) -> None:
     torch.set_num_threads(1)
-    {"train": train_some_steps, "measure": measure}[sys.argv[1]](*sys.argv[2:])
+    {"train": train_some_steps, "measure": measure}[what](*words)

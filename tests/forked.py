@@ -1,0 +1,128 @@
+"""Real processes, of which none has to import PyTorch: each is forked from a server that has done that, and nothing else."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+IMPORTED = (
+    "torch._dynamo",  # by the first optimizer
+    "torch.utils.tensorboard",
+    "torch.distributed.fsdp",
+    "raytraced.commands.train",
+    "raytraced.tasks.images.sequences",
+    "raytraced.training.curves",
+    "raytraced.training.expert_parallel",
+    "raytraced.training.loop",
+)
+METHOD = next(name for name in ("forkserver", "spawn") if name in multiprocessing.get_all_start_methods())
+context = multiprocessing.get_context(METHOD)
+context.set_forkserver_preload(list(IMPORTED))
+
+
+class Forked:
+    """What `subprocess.Popen` is for a program, for a function; it prints into one pipe, unless files are named."""
+
+    def __init__(self, target, *args, env=None, files=None):
+        reader, writer = context.Pipe(duplex=False)
+        place = (os.getcwd(), dict(os.environ if env is None else env), files or writer)
+        self.process = context.Process(target=begin, args=(*place, target, args), daemon=True)
+        self.process.start()
+        self.pid, self.stdout = self.process.pid, os.fdopen(os.dup(reader.fileno()), encoding="utf-8")
+        writer.close()
+        reader.close()
+
+    @property
+    def returncode(self):
+        return self.process.exitcode
+
+    def poll(self):
+        return self.process.exitcode
+
+    def wait(self, timeout=None):
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.process.name, timeout)
+        return self.process.exitcode
+
+    def communicate(self, timeout=120):
+        """All that it prints, to its end; past its time it is killed."""
+        late = threading.Timer(timeout, self.kill)
+        late.start()
+        with self.stdout:
+            told = self.stdout.read()
+        self.wait()
+        late.cancel()
+        return told, None
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+
+def begin(folder, environment, output, target, args):
+    """The first thing that such a process does: be where, and print to where, it shall; it may have children."""
+    multiprocessing.current_process()._config["daemon"] = False
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, stream in enumerate(("stdout", "stderr")):
+        place = os.open(output[number], os.O_WRONLY) if isinstance(output, list) else output.fileno()
+        os.dup2(place, 1 + number)
+        setattr(sys, stream, os.fdopen(1 + number, "w", buffering=-1 if stream == "stdout" else 1, closefd=False))
+    code = target(*args)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def command(*words):
+    """`raytraced WORDS`, in such a process."""
+    from raytraced.cli import main
+
+    return main([str(word) for word in words])
+
+
+def program(code, *words):
+    """`python -c CODE WORDS`, in such a process."""
+    sys.argv = ["-c", *map(str, words)]
+    exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})
+
+
+def run(target, *args, env=None, timeout=120):
+    """What `subprocess.run` gives for a program: its exit code, and what it printed where."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("stdout", "stderr")]
+        for file in files:
+            file.touch()
+        process = Forked(target, *args, env=env, files=files)
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+            process.stdout.close()
+        return subprocess.CompletedProcess(args, code, *(file.read_text(encoding="utf-8") for file in files))
+
+
+def run_together(size, target, *args, timeout=240):
+    """What torchrun does on one host: processes that are told where they meet; all must succeed."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    place |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    processes = [
+        Forked(target, *args, env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(size)
+    ]
+    try:
+        told = [process.communicate(timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * size, "\n".join(told)
