@@ -1,5 +1,7 @@
 """One thread and derandomised examples: a failure here is a failure everywhere."""
 
+import os
+
 import hypothesis
 import pytest
 import torch
@@ -7,6 +9,14 @@ import torch
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.load_profile("project")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_waiting_for_the_disk():
+    """No test cuts the power, so none need wait until a file would survive that; processes of their own wait as ever."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # which refuses what is no open file, too
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from multiprocessing import forkserver
 from pathlib import Path
 
 from torch.distributed import TCPStore
@@ -15,12 +16,13 @@ IMPORTED = (
     "torch._dynamo",  # by the first optimizer
     "torch.utils.tensorboard",
     "torch.distributed.fsdp",
-    "raytraced.commands.train",
+    "raytraced.commands.training",
     "raytraced.tasks.images.sequences",
     "raytraced.training.curves",
     "raytraced.training.expert_parallel",
     "raytraced.training.loop",
 )
+SERVER = ("_forkserver_address", "_forkserver_authkey")
 METHOD = next(name for name in ("forkserver", "spawn") if name in multiprocessing.get_all_start_methods())
 context = multiprocessing.get_context(METHOD)
 context.set_forkserver_preload(list(IMPORTED))
@@ -32,7 +34,7 @@ class Forked:
     def __init__(self, target, *args, env=None, files=None):
         reader, writer = context.Pipe(duplex=False)
         place = (os.getcwd(), dict(os.environ if env is None else env), files or writer)
-        self.process = context.Process(target=begin, args=(*place, target, args), daemon=True)
+        self.process = context.Process(target=begin, args=(*place, the_server(), target, args), daemon=True)
         self.process.start()
         self.pid, self.stdout = self.process.pid, os.fdopen(os.dup(reader.fileno()), encoding="utf-8")
         writer.close()
@@ -69,9 +71,19 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def begin(folder, environment, output, target, args):
+def the_server():
+    """Where the server is, for those who were forked from it; Python itself would start another for each of them."""
+    if METHOD != "forkserver":
+        return {}
+    forkserver.ensure_running()
+    return {name: vars(forkserver._forkserver)[name] for name in SERVER if name in vars(forkserver._forkserver)}
+
+
+def begin(folder, environment, output, server, target, args):
     """The first thing that such a process does: be where, and print to where, it shall; it may have children."""
     multiprocessing.current_process()._config["daemon"] = False
+    if server:
+        vars(forkserver._forkserver).update(server, ensure_running=lambda: None)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

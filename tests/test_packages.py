@@ -164,8 +164,8 @@ def test_the_import_is_quick_and_every_public_name_adds_less_than_a_third_of_a_s
         "import time, torch; begin = time.process_time(); import raytraced;"
         "[getattr(raytraced, name) for name in raytraced.__all__]; print(time.process_time() - begin)"
     )
-    best = min(float(run(sys.executable, "-c", program, OMP_NUM_THREADS="1").split()[-1]) for _ in range(3))
-    assert best < 0.3
+    times = (float(run(sys.executable, "-c", program, OMP_NUM_THREADS="1").split()[-1]) for _ in range(3))
+    assert any(seconds < 0.3 for seconds in times)  # the best of three: a second try is for who failed the first
 
 
 def test_without_matplotlib_a_run_has_no_picture_and_asking_for_one_is_told_in_a_line(tmp_path, monkeypatch, capsys):

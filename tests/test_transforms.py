@@ -1,5 +1,6 @@
 """The layer inside what PyTorch does to modules: compiled, exported, mapped, differentiated, checkpointed, without values."""
 
+import itertools
 import os
 
 import pytest
@@ -42,7 +43,21 @@ LAYERS = {
 RAYTRACED = ("raytraced", "paper", "straight-through")
 every_layer = pytest.mark.parametrize("name", LAYERS)
 every_expert = pytest.mark.parametrize("experts", EXPERTS)
-each_path = pytest.mark.parametrize("path", ["", "plain"])  # "": whatever is best
+PATHS = ("", "plain")  # "": whatever is best
+each_path = pytest.mark.parametrize("path", PATHS)
+# To trace takes seconds. Every layer is traced in each test run, and both kinds of experts on both paths, with a layer that
+# plans and one that goes step by step; the other combinations are slow.
+QUICK = {
+    ("raytraced", "mlp", "plain"), ("raytraced", "own", ""), ("paper", "mlp", ""), ("straight-through", "mlp", ""),
+    ("top-k", "mlp", ""), ("top-k", "own", "plain"), ("threshold", "mlp", ""), ("top-any", "own", ""), ("chain", "mlp", ""),
+}  # fmt: skip
+traced = pytest.mark.parametrize(
+    ("name", "experts", "path"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(LAYERS, EXPERTS, PATHS)
+    ],
+)
 
 
 def make(name, experts, training=False):
@@ -80,9 +95,7 @@ def assert_alike(found, wanted, atol=1e-10):
         torch.testing.assert_close(this, that, rtol=0, atol=atol)
 
 
-@each_path
-@every_expert
-@every_layer
+@traced
 def test_compiled_whole_it_gives_the_same_values_and_gradients(name, experts, path):
     layer = make(name, experts, training=name in RAYTRACED)
     torch._dynamo.reset()
@@ -94,9 +107,7 @@ def test_compiled_whole_it_gives_the_same_values_and_gradients(name, experts, pa
     assert_alike(found, wanted)
 
 
-@each_path
-@every_expert
-@every_layer
+@traced
 def test_exported_it_gives_the_same_values(name, experts, path):
     block = Hidden(make(name, experts))
     fixed = name not in RAYTRACED  # routers that are asked step by step are exported for one size
