@@ -101,7 +101,8 @@ def things(tmp_path_factory) -> Path:
         Image.fromarray(random.integers(0, 256, (8, 8), dtype=np.uint8)).save(path)
     shutil.copy(path, folder / "image.png")
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
-        assert main(["train", "--epochs", "1", "--quiet", "--output", ".", "--name", "RUN"]) == 0
+        # large batches: a page goes on with this run for 60 epochs
+        assert main(["train", "--epochs", "1", "--batch-size", "512", "--quiet", "--output", ".", "--name", "RUN"]) == 0
         assert main(["train", *TEXT_RUN, "--epochs", "1", "--quiet", "--output", ".", "--name", "plays"]) == 0
     return folder
 
@@ -153,7 +154,8 @@ def test_python_of_a_page_runs_from_top_to_bottom(name, workplace, as_before, mo
 
 @pytest.mark.parametrize("command", COMMAND_LINES, ids=[f"{page}: {line}" for line, page in COMMAND_LINES.items()])
 def test_command_of_a_page_is_one(command, workplace, monkeypatch):
-    monkeypatch.setattr("raytraced.training.loop.draw_pictures", lambda *_: None)  # would take longer than the training
+    for name in ("draw_pictures", "write_event"):  # would take longer than the training
+        monkeypatch.setattr(f"raytraced.training.loop.{name}", lambda *_: None)
     run_command([PLACEHOLDERS.get(word, word) for word in shlex.split(command) if word != "…"])
 
 
