@@ -53,26 +53,43 @@ def chromium():
         browser.close()
 
 
+@pytest.fixture(scope="session")
+def tabs():
+    """Tabs that no test is using, by what they were opened with: another takes as long as a whole page."""
+    return {}
+
+
 @pytest.fixture
-def visit(chromium, html):
+def visit(chromium, html, tabs):
     """visit("#m=…", width=…) opens the page; in the end no page has logged an error or asked for anything elsewhere."""
-    contexts, faults = [], []
+    used, faults = [], []
+
+    def tell(*fault):
+        faults.append(": ".join(fault))
+
+    noted = {
+        "console": lambda message: tell(message.type, message.text),
+        "pageerror": lambda error: tell(str(error)),
+        "request": lambda request: request.url.startswith(("file:", "data:", "blob:", "about:")) or tell(request.url),
+    }
 
     def visit(address="", width=1280, height=900, **options):
-        context = chromium.new_context(viewport={"width": width, "height": height}, **options)
-        contexts.append(context)
-        page = context.new_page()
+        options |= {"viewport": {"width": width, "height": height}}
+        free = tabs.setdefault(repr(options), [])
+        page = free.pop() if free else chromium.new_context(**options).new_page()
+        used.append((page, free))
         page.set_default_timeout(10_000)
-        page.on("console", lambda message: faults.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on(
-            "request", lambda request: request.url.startswith(("file:", "data:", "blob:")) or faults.append(request.url)
-        )
+        for event, note in noted.items():
+            page.on(event, note)
         page.goto(f"{html.as_uri()}{address}")
         wait(page, "found !== null")
         return page
 
     yield visit
-    for context in contexts:
-        context.close()
+    for page, free in used:
+        page.mouse.move(0, 0)
+        page.goto("about:blank")
+        for event, note in noted.items():
+            page.remove_listener(event, note)
+        free.append(page)
     assert faults == []

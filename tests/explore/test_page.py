@@ -6,6 +6,7 @@ import re
 import subprocess
 import tarfile
 import xml.etree.ElementTree
+from itertools import product
 
 import numpy as np
 import pytest
@@ -284,7 +285,7 @@ def test_test_images_are_one_stop_and_arrows_choose_among_them(visit):
 
 
 def test_play_goes_on_by_itself_and_pauses(visit):
-    page = visit("#m=mre-digits&i=g10&k=0")
+    page = visit("#m=mre-digits&i=g10&k=0", height=899)  # a tab of its own: it keeps the clock
     page.clock.install()
     page.click("#play")
     page.clock.run_for(1900)
@@ -321,8 +322,13 @@ def test_a_phone_is_wide_enough(visit, address):
     assert all(left >= 0 and right <= 360 for left, right in boxes)
 
 
-@pytest.mark.parametrize("width", [360, 900, 1200, 1920])
-@pytest.mark.parametrize("address", ["#m=mre-digits", "#m=colours", "#m=plays"])
+PARTS = list(product(("#m=mre-digits", "#m=colours", "#m=plays"), (360, 900, 1200, 1920)))
+QUICK = [PARTS[0], PARTS[2], PARTS[5], PARTS[8], PARTS[11]]  # every address and every width
+
+
+@pytest.mark.parametrize(
+    ("address", "width"), [pytest.param(*part, marks=() if part in QUICK else pytest.mark.slow) for part in PARTS]
+)
 def test_every_part_is_as_wide_as_what_it_holds(visit, address, width):
     page = visit(address, width=width)
     over = "all => all.filter(one => one.scrollWidth > one.clientWidth).map(one => one.id)"
@@ -342,7 +348,7 @@ def test_the_answer_stands_beside_the_drawing_where_it_would_be_below_the_fold(v
     assert not wide.locator("#says").is_visible()
 
 
-@pytest.mark.parametrize("width", [360, 768, 1100, 1280])
+@pytest.mark.parametrize("width", [360, *(pytest.param(n, marks=pytest.mark.slow) for n in (768, 1100)), 1280])
 def test_nothing_jumps_while_one_steps_or_turns_a_dial(visit, width):
     page = visit("#m=mre-digits&i=g23", width=width)
     tops = """() => [...document.querySelectorAll("section, .transport, #bars, #chart, #account, #budget")]
@@ -466,11 +472,20 @@ def axe(tmp_path_factory):
         return archive.extractfile("package/axe.min.js").read().decode()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_no_serious_fault(visit, axe, scheme):
-    for address in ("#m=mre-digits&i=g23&k=2", "#m=mre-digits&i=g22&u=60&b=4", "#m=plays&f=first"):
-        page = visit(address, color_scheme=scheme)
-        page.evaluate(axe)
-        found = page.evaluate("axe.run().then(({ violations }) => violations)")
-        serious = [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")]
-        assert serious == []
+@pytest.mark.parametrize(
+    ("scheme", "address"),
+    [
+        ("light", "#m=mre-digits&i=g23&k=2"),
+        ("dark", "#m=mre-digits&i=g22&u=60&b=4"),
+        ("light", "#m=plays&f=first"),
+        pytest.param("dark", "#m=mre-digits&i=g23&k=2", marks=pytest.mark.slow),
+        pytest.param("light", "#m=mre-digits&i=g22&u=60&b=4", marks=pytest.mark.slow),
+        pytest.param("dark", "#m=plays&f=first", marks=pytest.mark.slow),
+    ],
+)
+def test_axe_finds_no_serious_fault(visit, axe, scheme, address):
+    page = visit(address, color_scheme=scheme)
+    page.evaluate(axe)
+    found = page.evaluate("axe.run().then(({ violations }) => violations)")
+    serious = [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")]
+    assert serious == []
