@@ -10,9 +10,9 @@ demo: .venv/installed
 	$(BIN)/raytraced train
 
 test: .venv/ready lint
-	$(PY) -m pytest -n 2
+	$(PY) -m pytest -n 2 --dist worksteal
 	@echo "the core again without the compiled operations: the plain path is the definition"
-	RAYTRACED_OPERATIONS=plain $(PY) -m pytest -n 2 $(CORE)
+	RAYTRACED_OPERATIONS=plain $(PY) -m pytest -n 2 --dist worksteal $(CORE)
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """One thread and derandomised examples: a failure here is a failure everywhere."""
 
+import gc
 import os
 
 import hypothesis
@@ -9,6 +10,12 @@ import torch
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.load_profile("project")
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """What was imported stays: no collection of garbage need look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -20,10 +20,11 @@ IRIS = load_iris(return_X_y=True)
 DIABETES = tuple(part[:200] for part in load_diabetes(return_X_y=True))
 
 
-# two thirds of the epochs of the defaults, which pass too: a check fits many times
+# two thirds of the epochs of the defaults, which pass too: a check fits many times; most do not ask how well
 @parametrize_with_checks([MREClassifier(epochs=20), MRERegressor(epochs=20)])
 def test_scikit_learns_own_checks(estimator, check):
-    check(estimator)
+    asks_for_answers = any(word in check.func.__name__ for word in ("classifiers", "regressors", "equivalence"))
+    check(estimator if asks_for_answers else clone(estimator).set_params(epochs=3))
 
 
 @pytest.fixture(scope="module")

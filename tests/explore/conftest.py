@@ -43,7 +43,7 @@ def html(models, tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it is there, nobody else can run an event loop
 def chromium():
     from playwright.sync_api import sync_playwright
 
@@ -53,7 +53,7 @@ def chromium():
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tabs():
     """Tabs that no test is using, by what they were opened with: another takes as long as a whole page."""
     return {}
