@@ -67,10 +67,10 @@ LOOKS = {
 
 
 @contextmanager
-def card(title: str, width: float, height: float) -> Iterator[Figure]:
+def card(title: str, width: float, height: float, dpi: float = 150) -> Iterator[Figure]:
     """A figure on white under its title."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
+        figure = Figure(figsize=(width, height), dpi=dpi, facecolor="white", layout="constrained")
         figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)  # type: ignore[union-attr, call-arg]
         figure.suptitle(title, fontsize=10)
         yield figure

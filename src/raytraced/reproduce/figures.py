@@ -59,7 +59,7 @@ def save_figures(
                 figure.suptitle(f"Quick run, not a result.\n{figure.get_suptitle()}", color=ORANGE, fontsize=10)
                 figure.set_figheight(figure.get_figheight() + 0.2)
             written.append(folder / f"{name}.png")
-            figure.savefig(written[-1], dpi=150, metadata={"Software": None})
+            figure.savefig(written[-1], metadata={"Software": None})
     return written
 
 
@@ -228,7 +228,7 @@ def gallery_figure(record: Record, images: np.ndarray) -> Figure:
     gallery: dict[str, list[int]] = record.test["gallery"]
     lengths = thin_out([length for length, rows in gallery.items() if len(rows) >= 6] or list(gallery))
     title = f"{DATA_NAMES[record.data]}, {NAMES[record.label]}: correctly classified images, by the number of experts they used"
-    with card(title, 7.6, 0.62 * len(lengths) + 0.5) as figure:
+    with card(title, 7.6, 0.62 * len(lengths) + 0.5, dpi=100) as figure:  # photographs take room, and have few pixels
         grid = figure.subplots(len(lengths), max(map(len, gallery.values())), squeeze=False)
         for axes in grid.flat:
             axes.set_axis_off()
