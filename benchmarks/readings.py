@@ -15,6 +15,7 @@ becomes `mre-paper`, is trained with five seeds, and its test images are looked 
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -33,6 +34,7 @@ from raytraced.models.classifier import InputBlock
 from raytraced.reproduce.tables import Table
 from raytraced.tasks.table import find_task
 from raytraced.training.config import TrainConfig, preset_values
+from raytraced.training.evaluation import Diverged
 from raytraced.training.loop import train
 
 HERE = Path(__file__).parent
@@ -191,11 +193,19 @@ def write_table() -> None:
     rows = []
     for name, records in by_reading.items():
         for how, word in (("sample", "drawn"), ("greedy", "greedy")):
-            if records.keys() != PAPER.keys():
-                continue
-            far = sum(distance(record, how) for record in records.values()) / 3
-            cells = [f"{records[data][how][0] - PAPER[data][3]:.1f} ({records[data][how][1]:.1f})" for data in PAPER]
-            rows.append((far, [name, word, *cells, f"{far:.2f}"]))
+            found = {data: record for data, record in records.items() if how in record}
+            far = (
+                sum(distance(record, how) for record in found.values()) / 3
+                if found.keys() == PAPER.keys()
+                else math.inf
+            )
+            cells = [
+                f"{found[data][how][0] - PAPER[data][3]:.1f} ({found[data][how][1]:.1f})"
+                if data in found
+                else records.get(data, {}).get("error", "–")
+                for data in PAPER
+            ]
+            rows.append((far, [name, word, *cells, "–" if math.isinf(far) else f"{far:.2f}"]))
     rows.append((0.0, ["*the paper*", "", *(f"{a:.1f} ± {d:.1f} ({e:.1f})" for a, d, e, _ in PAPER.values()), ""]))
     head = ["reading", "evaluated", "MNIST", "Fashion-MNIST", "CIFAR-10", "distance"]
     table = "\n".join(Table("", head, [cells for _, cells in sorted(rows, key=lambda row: row[0])]).lines())
@@ -217,7 +227,10 @@ if __name__ == "__main__":
     for name in () if arguments.table else READINGS:
         for data in arguments.data:
             if not any((one["reading"], one["data"]) == (name, data) for one in read_records()):
-                record = try_reading(name, data)
+                try:
+                    record = try_reading(name, data)
+                except Diverged:
+                    record = {"reading": name, "data": data, "error": "diverged"}
                 with RECORDS.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(record) + "\n")
                 print(record, flush=True)
