@@ -64,9 +64,8 @@ class TopAny(Router):
         if layer == self.num_layers - 1:
             self.num_calls += 1
             due = self.num_calls % self.removal == 0  # not looked at: values may not be there
-            self.removed = self.removed | (
-                due & (self.opened == 0)
-            )  # not in place: the backward pass needs the old one
+            # Not in place: the backward pass needs the old one.
+            self.removed = self.removed | (due & (self.opened == 0))
             self.opened *= ~due
 
     def step_work(self) -> Work:
