@@ -17,18 +17,8 @@ LearningRates = Mapping[str, Mapping[str, float]]  # data set → label → lear
 Wanted = tuple[str, ...] | None  # data sets that were asked for; None: those that a part is made for
 
 SEARCH_SEED = 100  # of no other run
-LADDER = (
-    1e-4,
-    2e-4,
-    5e-4,
-    1e-3,
-    2e-3,
-    5e-3,
-    1e-2,
-    2e-2,
-    5e-2,
-    1e-1,
-)  # the rates beyond a grid, should its best lie on an edge
+# The rates beyond a grid, should its best lie on an edge.
+LADDER = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 1e-1)
 
 
 @dataclass(frozen=True)
