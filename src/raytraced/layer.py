@@ -179,11 +179,11 @@ class RoutedLayer(nn.Module):
         `looks` asks for the vectors after each layer too.
         """
         call = Call(select, max_experts, generator, rows, looks)
-        if (
-            hidden.ndim == 2 and mask is None and rows is None
-        ):  # nothing to put in place: one image waits for every call
+        if hidden.ndim == 2 and mask is None:  # nothing to put in place: one image waits for every call
             self.check(hidden)
             check_generator(generator)
+            if rows is not None:
+                call = call._replace(rows=flat("rows", rows, hidden.shape[:1]))
             out, route, loss, judge, _, seen = self.run(hidden, call)
             return LayerOutput(out, route, loss, judge, hidden if self.stream == "residual" else None, seen)
         hidden_BD, call, put_back = self.as_rows(hidden, call, mask)
@@ -340,7 +340,7 @@ def flat(name: str, values: Tensor | None, shape: torch.Size) -> Tensor | None:
         raise ValueError(f"{name} has shape {tuple(values.shape)}: must be {tuple(shape)}, one value for each vector")
     if values.is_floating_point():
         raise ValueError(f"{name} are {values.dtype}: must be whole numbers")
-    return values.reshape(-1)
+    return values if values.ndim == 1 else values.reshape(-1)
 
 
 def looked(answer: Tensor, call: Call, route: Route, loss: Tensor | None = None, judge: Any = None) -> LayerOutput:

@@ -141,10 +141,12 @@ class Classifier(Model):
         draws = fixed_draws(generator) if budgets else None
         generator = draws() if draws else generator
         out = layer(hidden_BD, max_experts=max_experts, generator=generator, looks=looks, **options)
-        answer = self.answer(out)
-        if out.looks is not None:
+        if out.looks is None:
+            answer = self.answer(out)
+        else:
             start_BD = layer.see(hidden_BD if layer.stream == "residual" else torch.zeros_like(hidden_BD))
-            answer = answer._replace(looks=self.head(torch.cat((start_BD[None], out.looks[:-1]))))
+            looks = self.head(torch.cat((start_BD[None], out.looks)))
+            answer = Output(looks[-1], (out.route,), out.loss, looks=looks)
         if judge is not None and out.judge is not None:
             policy_loss = out.judge(judge(answer.logits.detach()))
             answer = answer._replace(loss=policy_loss if out.loss is None else out.loss + policy_loss)

@@ -30,7 +30,7 @@ class Output(NamedTuple):
     routes: tuple[Route, ...]
     loss: Tensor | None = None  # the model's own, weighted, the mean over samples
     answers: tuple["Output", ...] = ()  # with at most so many experts, one for each of the budgets asked for
-    looks: Tensor | None = None  # (S, B, Y), the logits after 0, 1, … of the S layers, if asked for
+    looks: Tensor | None = None  # (S + 1, B, Y), the logits after 0, 1, … S layers, if asked for; the last are `logits`
     num_looks: Tensor | None = None  # (B,), how many answers a sample was looked at for, where it stopped when sure
 
     @property

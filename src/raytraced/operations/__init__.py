@@ -25,6 +25,7 @@ from raytraced.grid import Apart, Experts, MLPExperts, Stream, run_dense, run_la
 from raytraced.operations import (
     cpp_convolution,
     cpp_experts,
+    cpp_joined,
     cpp_library,
     cpp_raytrace,
     cpp_sequence,
@@ -116,6 +117,7 @@ def raytrace_in_steps(
     *,
     weighting: str,
     stream: Stream,
+    looks: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Route]:
     """Let rays in, find every row's sequence, weigh its experts and run them."""
@@ -124,15 +126,19 @@ def raytrace_in_steps(
     route = sequence(routing, entry_BN, sight_BLNO=sight_logits(hidden_BD, *seen) if seen else None, **options)
     assert route.rates is not None
     weights_BLN = WEIGHTINGS[weighting](route.active, route.rates.nodes)
-    return experts(grid, hidden_BD, route.active, weights_BLN, stream), route
+    return experts(grid, hidden_BD, route.active, weights_BLN, stream, looks), route
 
 
-# raytrace(routing, grid, hidden_BD, maps, *, weighting, stream, … as sequence) -> (hidden_BD, Route)
+# raytrace(routing, grid, hidden_BD, maps, *, weighting, stream, looks=False, … as sequence) -> (hidden_BD, Route); with looks,
+# what hidden_BD would be after each layer (L, B, D)
 # maps: the entry gate's (weight_ND, bias_N), and where gates see the hidden vector also (weight_RD, weight_LNOR)
+_PARTS = ("sequence", "experts")
 raytrace = Operation(
     "raytrace",
     # all of it in one call: up to 64 rows through small experts without gradients, where calls cost more than arithmetic
-    Implementation("cpp", cpp_raytrace.run, cannot=cpp_raytrace.cannot, unless=cpp_raytrace.unless, declines=True),
+    Implementation("cpp", cpp_raytrace.run, "", cpp_raytrace.cannot, cpp_raytrace.unless, _PARTS, declines=True),
+    # all of it with gradients, as one function to PyTorch: small experts in training, where its operators cost more
+    Implementation("joined", cpp_joined.run, "cpp", cpp_joined.cannot, cpp_joined.unless, _PARTS, declines=True),
     # the entry gate, `sequence`, the weighting, `experts`, each by its own choice
     Implementation("steps", raytrace_in_steps, "steps"),
 )

@@ -22,7 +22,7 @@ STREAMS = ("residual", "skip-sum", "last")  # the numbers of cpu/experts.h
 # Experts whose layer is larger than this are shared out over threads; below, rows are, and each chunk of rows keeps its
 # own copy of the weights' gradients.
 _LARGE_LAYER_BYTES = 2**20
-_CHUNK, _MOST_CHUNKS = 128, 16
+_CHUNK, _MOST_CHUNKS = 256, 16
 
 
 class Args(ctypes.Structure):
@@ -59,7 +59,7 @@ def _shape(mix: Tensor) -> Sequence[int]:
     return mix.shape if mix.ndim == 3 else (mix.shape[0], 1, mix.shape[1])
 
 
-def _chunk(batch: int, num_layers: int, weights: Sequence[Tensor]) -> int:
+def chunk_rows(batch: int, num_layers: int, weights: Sequence[Tensor]) -> int:
     """How many rows go down the layers together."""
     large = sum([weight.nbytes for weight in weights]) > num_layers * _LARGE_LAYER_BYTES
     return max(batch, 1) if large else max(_CHUNK, -(-batch // (16 * _MOST_CHUNKS)) * 16)
@@ -69,7 +69,7 @@ def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyp
     """Hidden vectors through all layers, each expert weighted; what is kept besides: hidden activations of all pairs."""
     (hidden, mix, *parameters), active, stream = tensors, data[0], int(spec[0])
     (B, L, N), D, weights = _shape(mix), hidden.shape[-1], parameters[: len(parameters) // 2]
-    M, chunk = L * N, _chunk(B, L, weights)
+    M, chunk = L * N, chunk_rows(B, L, weights)
     num_chunks = max(1, -(-B // chunk))
     # Who runs where: the rows of each expert, sorted by chunk, layer, expert and row, and where each expert's begin.
     rows = torch.empty(B * M, dtype=torch.int32)
@@ -101,7 +101,7 @@ def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[
     rest = point(names, (hidden, mix, *kept[:4], *grads, *gradients[:3]))
     rest |= {"inner": table(kept[4:]), "gradients": table(gradients[3:])}
     shape = _shape(mix)
-    chunk = _chunk(shape[0], shape[1], weights)
+    chunk = chunk_rows(shape[0], shape[1], weights)
     library.run(_backward, "experts", make_args(shape, int(spec[0]), chunk, parameters, **rest))
     return [*gradients[:2], *gradients[3:]]
 

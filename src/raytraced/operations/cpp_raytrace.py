@@ -14,14 +14,18 @@ from torch import Tensor
 from raytraced.grid import Experts, MLPExperts, Stream
 from raytraced.operations import cpp_experts, cpp_sequence
 from raytraced.operations import cpp_library as library
-from raytraced.operations.cpp_library import Int, Pointer, fields
+from raytraced.operations.cpp_library import Int, Pointer
 from raytraced.routing import RoutingNetwork
 from raytraced.sequence import WEIGHTINGS, Route, rates_to_one_weights, rates_weights, unit_weights
 
 _MOST_ROWS = 64  # beyond, the calls of the separate parts matter little, and they use all threads
-_MOST_WEIGHTS = 2**14  # of one expert: larger ones are not what takes the time in the calls
-# The numbers of cpu/raytrace.cpp.
-_WEIGHTINGS: dict[Callable[..., Tensor] | None, int] = {unit_weights: 0, rates_to_one_weights: 1, rates_weights: 2}
+MOST_WEIGHTS = 2**14  # of one expert: larger ones are not what takes the time in the calls
+# The numbers of cpu/raytrace.h.
+WEIGHTING_NUMBERS: dict[Callable[..., Tensor] | None, int] = {
+    unit_weights: 0,
+    rates_to_one_weights: 1,
+    rates_weights: 2,
+}
 
 Maps = tuple[
     Tensor, ...
@@ -29,12 +33,12 @@ Maps = tuple[
 
 
 class Args(ctypes.Structure):
-    """struct RaytraceArgs of cpu/raytrace.cpp."""
+    """struct RaytraceArgs of cpu/raytrace.h."""
 
     _fields_ = [
         ("sequence", cpp_sequence.Args),
         ("experts", cpp_experts.Args),
-        *fields("weighting rank", Int),
+        ("weighting", Int),
         ("maps", Pointer * 4),
     ]
 
@@ -49,8 +53,13 @@ def unless(routing: RoutingNetwork, grid: Experts, hidden_BD: Tensor, maps: Maps
         return "torch.compile and torch.export see the parts as operators"
     if not 1 <= hidden_BD.shape[0] <= _MOST_ROWS:
         return f"not 1 to {_MOST_ROWS} rows: the parts use all threads"
-    if isinstance(grid, MLPExperts) and grid.num_weights > _MOST_WEIGHTS:
-        return f"experts of more than {_MOST_WEIGHTS:,} weights: the calls cost little beside them"
+    return too_large(grid)
+
+
+def too_large(grid: Experts) -> str | None:
+    """Why experts are better run by themselves."""
+    if isinstance(grid, MLPExperts) and grid.num_weights > MOST_WEIGHTS:
+        return f"experts of more than {MOST_WEIGHTS:,} weights: the calls cost little beside them"
     return None
 
 
@@ -61,14 +70,22 @@ def cannot(
     maps: Maps,
     *,
     weighting: str,
+    looks: bool = False,
     **options: Any,
 ) -> str | None:
     """Why it is not possible."""
+    if looks:
+        return "looks are wanted"
     if torch.is_grad_enabled():
         return "gradients may be wanted"
+    return unfit(routing, grid, hidden_BD, maps, weighting)
+
+
+def unfit(routing: RoutingNetwork, grid: Experts, hidden_BD: Tensor, maps: Maps, weighting: str) -> str | None:
+    """Why the library cannot do it, with or without gradients."""
     if torch.is_autocast_enabled("cpu"):
         return "autocast is on"
-    if WEIGHTINGS.get(weighting) not in _WEIGHTINGS:
+    if WEIGHTINGS.get(weighting) not in WEIGHTING_NUMBERS:
         return "a weighting that the library does not know"
     if not isinstance(grid, MLPExperts):
         return "experts of one's own"
@@ -86,16 +103,53 @@ def cannot(
     return library.why_unfit((hidden_BD, *parameters), hidden_BD.dtype)
 
 
-class _Told(NamedTuple):
+class Told(NamedTuple):
     """What the library was told about a grid last, to be told again while the key is the same."""
 
     key: tuple[Any, ...]
     args: Args
+    numbers: tuple[Any, ...]  # stream, weighting, N, number of maps, an expert's widths, the spec of a sequence
+    parameters: tuple[Tensor, ...]  # maps, gates, weights, biases
     held: list[Tensor]  # what the key and the arguments speak of: no other tensor gets its name or its memory
 
 
-_told: WeakKeyDictionary[Experts, _Told] = WeakKeyDictionary()
+_told: WeakKeyDictionary[Experts, Told] = WeakKeyDictionary()
 _whole = torch.empty(0, dtype=torch.int64, device="cpu")  # to make others of: a dtype that is named takes longer
+
+
+def tell(
+    routing: RoutingNetwork,
+    grid: Experts,
+    hidden_BD: Tensor,
+    maps: Maps,
+    weighting: str,
+    stream: Stream,
+    options: dict[str, Any],
+) -> Told | None:
+    """What the library is told about a grid, None where it cannot run it; the options are those of a sequence."""
+    if torch.is_autocast_enabled("cpu") or not isinstance(grid, MLPExperts):
+        return None
+    if library.why_unfit((hidden_BD,)) is not None:
+        return None
+    weights, biases = grid.stacks()
+    parameters = (*maps, *routing.gates(), *weights, *biases)
+    try:
+        places = [(id(parameter), parameter.data_ptr(), parameter.is_contiguous()) for parameter in parameters]
+    except RuntimeError:  # inside a transform of torch.func
+        return None
+    key = hidden_BD.shape[1], hidden_BD.dtype, WEIGHTINGS.get(weighting), stream, options, places
+    told = _told.get(grid)
+    if told is None or told.key != key:
+        if unfit(routing, grid, hidden_BD, maps, weighting) is not None:
+            return None
+        like_BN = hidden_BD.new_empty(1, routing.num_experts)
+        spec, _, gates = cpp_sequence.describe(routing, like_BN, seed=None, rows_B=None, **options)
+        kinds = cpp_experts.STREAMS.index(stream), WEIGHTING_NUMBERS[WEIGHTINGS[weighting]]
+        numbers = (*kinds, routing.num_experts, len(maps), *grid.widths, *spec)
+        args = describe(spec, *kinds, maps, gates, (*weights, *biases))
+        held = [*parameters, *(parameter.detach() for parameter in parameters)]
+        told = _told[grid] = Told(key, args, numbers, parameters, held)
+    return told
 
 
 def run(
@@ -108,52 +162,35 @@ def run(
     stream: Stream,
     seed: Tensor | None,
     rows_B: Tensor | None,
+    looks: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Route]:
     """Hidden vectors (B, D) -> hidden vectors (B, D) and what was activated."""
-    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not isinstance(grid, MLPExperts):
+    if looks or torch.is_grad_enabled():
         return NotImplemented
-    if library.why_unfit((hidden_BD,)) is not None:
+    told = tell(routing, grid, hidden_BD, maps, weighting, stream, options)
+    if told is None:
         return NotImplemented
-    weights, biases = grid.stacks()
-    parameters = (*weights, *biases, *maps, *routing.gates())
-    try:
-        places = [(id(parameter), parameter.data_ptr(), parameter.is_contiguous()) for parameter in parameters]
-    except RuntimeError:  # inside a transform of torch.func
-        return NotImplemented
-    B, D = hidden_BD.shape
-    key = D, hidden_BD.dtype, WEIGHTINGS.get(weighting), stream, options, places
-    told = _told.get(grid)
-    if told is None or told.key != key:
-        if cannot(routing, grid, hidden_BD, maps, weighting=weighting) is not None:
-            return NotImplemented
-        args = _describe(routing, hidden_BD, maps, (*weights, *biases), weighting, stream, options)
-        told = _told[grid] = _Told(key, args, [*parameters, *(parameter.detach() for parameter in parameters)])
     hidden_BD = hidden_BD.contiguous()
-    L, N, T, real = routing.num_layers, routing.num_experts, options["num_steps"], hidden_BD.new_empty
-    out_BD, route = real(B, D), cpp_sequence.empty_route(B, L, N, T, real, _whole.new_empty)
-    own = hidden_BD, out_BD, *route, *cpp_sequence.draws(seed, rows_B)
+    (B, D), T, real = hidden_BD.shape, options["num_steps"], hidden_BD.new_empty
+    route = cpp_sequence.empty_route(B, routing.num_layers, routing.num_experts, T, real, _whole.new_empty)
+    own = hidden_BD, real(B, D), *route, *cpp_sequence.draws(seed, rows_B)
     pointers = [one.data_ptr() for one in own]
     library.run(_raytrace, "raytraced experts", told.args, B, *pointers, *[None] * (len(_OWN) - len(own)))
-    return out_BD, cpp_sequence.as_route(route)
+    return own[1], cpp_sequence.as_route(route)
 
 
-def _describe(
-    routing: RoutingNetwork,
-    hidden_BD: Tensor,
-    maps: Maps,
+def describe(
+    spec: Sequence[float],
+    stream: int,
+    weighting: int,
+    maps: Sequence[Tensor],
+    gates: Sequence[Tensor],
     parameters: Sequence[Tensor],
-    weighting: str,
-    stream: Stream,
-    options: dict[str, Any],
 ) -> Args:
-    """What stays the same from call to call."""
-    L, N, rank, like = routing.num_layers, routing.num_experts, len(maps[2]) if maps[2:] else 0, hidden_BD.new_empty
-    # As for one row; the library fills the batch in, and entry and sight, which lie in its own memory.
-    seen = like(1, L - 1, N, N + 1) if rank else None
-    given = cpp_sequence.describe(routing, like(1, N), sight_BLNO=seen, seed=None, rows_B=None, **options)
-    sequence = cpp_sequence.make_args(*given)
-    experts = cpp_experts.make_args((1, L, N), cpp_experts.STREAMS.index(stream), 1, parameters)
-    sequence.threads = experts.threads = 1
-    pointers = (Pointer * 4)(*[one.data_ptr() for one in maps])
-    return Args(sequence, experts, _WEIGHTINGS[WEIGHTINGS[weighting]], rank, pointers)
+    """What stays the same from call to call: spec and gates are those of a sequence, its entry first, as for one row."""
+    (_, N), L = gates[0].shape, int(spec[0])
+    sequence = cpp_sequence.make_args(spec, (), gates)
+    sequence.rank = len(maps[2]) if maps[2:] else 0
+    experts = cpp_experts.make_args((1, L, N), stream, 1, parameters)
+    return Args(sequence, experts, weighting, (Pointer * 4)(*[one.data_ptr() for one in maps]))

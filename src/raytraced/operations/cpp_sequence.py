@@ -25,10 +25,13 @@ class Args(ctypes.Structure):
     """struct SequenceArgs of cpu/sequence.h."""
 
     _fields_ = [
-        *fields("batch layers experts steps is_double estimator dominant threads", Int),
+        *fields("batch layers experts steps is_double estimator dominant threads rank", Int),
         *fields("temperature rate_floor output_counts", Float),
-        *fields("first inner entry sight seed rows active nodes num_active rates output", Pointer),
-        *fields("grad_active grad_rates grad_output grad_first grad_inner grad_entry grad_sight", Pointer),
+        *fields("first inner entry sight seen factor seed rows active nodes num_active rates output", Pointer),
+        *fields(
+            "grad_active grad_rates grad_output grad_first grad_inner grad_entry grad_sight grad_seen grad_factor",
+            Pointer,
+        ),
     ]
 
 
@@ -89,6 +92,7 @@ def make_args(spec: Sequence[float], data: Sequence[Tensor], tensors: Sequence[T
             int(estimator),
             int(dominant),
             torch.get_num_threads(),
+            0,
         ),
         temperature,
         RATE_FLOOR,

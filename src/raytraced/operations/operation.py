@@ -27,9 +27,10 @@ class Implementation(Generic[P, R]):
 
     name: str
     run: Callable[P, R]
-    kind: str = ""  # "plain": PyTorch's operators; "steps": other operations; nothing for what is compiled
+    kind: str = ""  # "plain": PyTorch's operators; "steps": other operations; "cpp" or nothing: compiled
     cannot: Callable[..., str | None] = _no_reason  # why it is unable to take these arguments, None if it is able
     unless: Callable[..., str | None] = _no_reason  # why one after it is better for them, None if there is no reason
+    parts: tuple[str, ...] = ()  # operations that it does itself: it does not run where one of those is forced
     declines: bool = False  # `run` itself gives NotImplemented where it cannot: to ask before would take too long
 
 
@@ -84,8 +85,9 @@ class Operation(Generic[P, R]):
             return tuple(i for i in self.implementations if word in (i.name, i.kind))
         # Steps are operations of their own, which obey; an operation without anything of this name is left free.
         word = forced.get("")
-        chosen = tuple(i for i in self.implementations if word in (i.name, i.kind) or i.kind == "steps")
-        return chosen if word and chosen else self.implementations
+        free = tuple(i for i in self.implementations if not any(part in forced for part in i.parts))
+        chosen = tuple(i for i in free if word in (i.name, i.kind) or i.kind == "steps")
+        return chosen if word and chosen else free
 
 
 def _read_switch() -> dict[str, str]:

@@ -240,27 +240,24 @@ class RaytracedExperts(RoutedLayer):
         self.mask_gradient = mask_gradient
 
     def run(self, hidden_BD: Tensor, call: Call) -> LayerOutput:
-        if torch.is_grad_enabled():
-            if self.mask_gradient == "active":
-                return super().run(hidden_BD, call)
+        if torch.is_grad_enabled() and self.mask_gradient == "all":
             # A mask's gradient is what its expert would give: inactive experts run too.
             plan = self.router.plan(hidden_BD, call)
             assert plan.route is not None
             answer = run_dense(self.experts, hidden_BD, plan.active, plan.weights, self.stream, call.looks, True)
             return looked(answer, call, plan.route)
-        if call.looks:
-            return super().run(hidden_BD, call)
         router, budget = self.router, call.max_experts
         routing, select = router.routing, router.how(call)
         if select not in ("greedy", "sample") or (budget is not None and (type(budget) is not int or budget < 0)):
             check_sequence_options(select=select, stop=router.stop, estimator=router.estimator, max_experts=budget)
-        hidden_BD, route = operations.raytrace(
+        answer, route = operations.raytrace(
             routing,
             self.experts,
             hidden_BD,
             router.maps(),
             weighting=router.weighting,
             stream=self.stream,
+            looks=call.looks,
             stop=router.stop,
             estimator=router.estimator,
             temperature=router.temperature,
@@ -268,7 +265,7 @@ class RaytracedExperts(RoutedLayer):
             seed=new_seed(call.generator, hidden_BD.device) if select == "sample" else None,
             rows_B=call.rows,
         )
-        return LayerOutput(hidden_BD, route)
+        return looked(answer, call, route)
 
     def extra_repr(self) -> str:
         return f"stream={self.stream}, mask_gradient={self.mask_gradient}"

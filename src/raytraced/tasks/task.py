@@ -116,7 +116,7 @@ class Task(ABC, Generic[D]):
 
     @abstractmethod
     def each(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
-        """The loss of each target, (B,) or (B, T), 0 for padding."""
+        """The loss of each target, (..., B) or (..., B, T), 0 for padding; further axes in front are further answers."""
 
     def loss(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """The loss summed over all targets of a batch."""

@@ -53,20 +53,22 @@ class Objective(nn.Module):
         # sums over the global batch's size, times the number of processes, over which gradients are averaged:
         # the same as the mean in one process, with an uneven last batch too
         share = self.world_size / num_global
-        loss_sum = task.loss(out.logits, batch, config.label_smoothing)
-        answer_loss = loss_sum
+        # an answer after each layer, or the last alone: what each counts
+        answers = out.logits[None] if out.looks is None else out.looks
+        last = 1.0 if out.looks is None else 1 - config.look_loss
+        weights = [config.look_loss / (len(answers) - 1)] * (len(answers) - 1) if len(answers) > 1 else []
+        weights.append(last * (1 - config.anytime_loss * len(out.answers)))
+        losses = task.each(answers, batch, config.label_smoothing)
+        sums = losses.flatten(1).sum(1)
+        loss = sums @ sums.new_tensor(weights) * share
         for early in out.answers:
-            answer_loss = (1 - config.anytime_loss) * loss_sum + config.anytime_loss * task.loss(early.logits, batch)
-        if out.looks is not None:
-            looks = torch.stack([task.loss(logits, batch) for logits in out.looks]).mean()
-            answer_loss = (1 - config.look_loss) * answer_loss + config.look_loss * looks
-        loss = answer_loss * share
+            loss = loss + task.loss(early.logits, batch, config.label_smoothing) * (last * config.anytime_loss * share)
         if out.loss is not None:
             loss = loss + out.loss * (batch.num_targets * share)
         if config.target_experts is not None:
             rule = f"model {config.model!r} has no sequence that could end elsewhere; leave it out"
             require(all(one.rates for one in out.routes), "target_experts", config.target_experts, rule)
-            easier = self.easier(task.each(out.logits.detach(), batch), batch.mask, num_global)
+            easier = self.easier(losses[-1].detach(), batch.mask, num_global)
             stops = (stop_losses(route, easier, config.target_experts) for route in out.routes)
             loss = loss + STOP_WEIGHT * share * sum(
                 (one if batch.mask is None else one * batch.mask).sum() for one in stops
@@ -75,8 +77,8 @@ class Objective(nn.Module):
             # an expert that no sample of this process chose still takes part, or the others would wait for its gradient
             loss = loss + 0 * sum(parameter.sum() for parameter in self.model.parameters())
         logits = out.logits.detach()
-        sums = {"loss": loss_sum.detach(), "targets": batch.num_targets, "experts": out.num_experts.sum()}
-        return StepResult(loss, sums | task.sums(logits, batch), logits)
+        counted = {"loss": sums[-1].detach(), "targets": batch.num_targets, "experts": out.num_experts.sum()}
+        return StepResult(loss, counted | task.sums(logits, batch), logits)
 
     def easier(self, losses: Tensor, mask: Tensor | None, num_global: Tensor | int) -> Tensor:
         """For each target the share of the global batch, 0 … 1, that is easier: has a smaller loss."""

@@ -15,14 +15,16 @@ template <class S> struct GateGradient {
   const Size<S> size;
   T *first, *first_out, *out;
   unsigned char* used;  // (L-2, N): whether `outlets` has numbers for this node
-  T* outlets;
-  i64 bytes;
+  unsigned char* sighted;  // (L-1, N): the same of `sight`
+  T *outlets, *sight;
+  i64 rank, bytes;
 
-  GateGradient(const SequenceArgs& args, void* memory) : size(args) {
+  GateGradient(const SequenceArgs& args, void* memory) : size(args), rank(args.rank) {
     const i64 N = size.N(), P = size.P();
     Pieces pieces = {(char*)memory};
     first = pieces.take<T>(N * P), first_out = pieces.take<T>(P), out = pieces.take<T>(size.inner() * P);
-    used = pieces.take<unsigned char>(size.inner()), outlets = pieces.take<T>(size.inner() * N * P);
+    used = pieces.take<unsigned char>(size.inner()), sighted = pieces.take<unsigned char>(rank ? size.gates() : 0);
+    outlets = pieces.take<T>(size.inner() * N * P), sight = pieces.take<T>(size.gates() * rank * size.seen());
     bytes = pieces.next - (char*)memory;
   }
 
@@ -35,9 +37,15 @@ template <class S> struct GateGradient {
     used[node] = 1;
     return outlets + node * count;
   }
+  inline T* sight_rows(i64 gate) {
+    const i64 count = rank * size.seen();
+    if (!sighted[gate]) std::memset((void*)(sight + gate * count), 0, count * sizeof(T));
+    sighted[gate] = 1;
+    return sight + gate * count;
+  }
 };
 
-// Sums the gradients of all ranges, in their order, into grad_first and grad_inner.
+// Sums the gradients of all ranges, in their order, into grad_first, grad_inner and grad_factor.
 template <class S> void reduce(const SequenceArgs& args, const void* gradients, i64 num_gradients) {
   typedef typename S::T T;
   GateGradient<S> sum(args, (void*)gradients);
@@ -53,6 +61,17 @@ template <class S> void reduce(const SequenceArgs& args, const void* gradients, 
       T *rows = sum.rows(node), *more = part.rows(node);
       for (i64 i = 0; i < count; i += S::W) S::store(rows + i, S::load(rows + i) + S::load(more + i));
     }
+    for (i64 gate = 0; args.rank && gate < size.gates(); ++gate) {
+      if (!part.sighted[gate]) continue;
+      T *rows = sum.sight_rows(gate), *more = part.sight_rows(gate);
+      for (i64 i = 0; i < args.rank * size.seen(); i += S::W) S::store(rows + i, S::load(rows + i) + S::load(more + i));
+    }
+  }
+  for (i64 gate = 0; args.rank && gate < size.gates(); ++gate) {
+    const T* rows = sum.sight_rows(gate);
+    T* to = (T*)args.grad_factor + gate * (N + 1) * args.rank;
+    for (i64 r = 0; r < args.rank; ++r)
+      for (i64 o = 0; o <= N; ++o) to[o * args.rank + r] = rows[r * size.seen() + (o < N ? o : P)];
   }
   T *first = (T*)args.grad_first, *inner = (T*)args.grad_inner;
   for (i64 i = 0; i < N; ++i) {

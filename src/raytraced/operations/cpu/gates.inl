@@ -19,6 +19,8 @@ template <class S> struct Size {
   int vectors() const { return (N() + S::W - 1) / S::W; }
   int P() const { return vectors() * S::W; }                  // N, padded
   static constexpr bool whole() { return S::N && S::N % S::W == 0; }  // no padding
+  i64 gates() const { return (i64)(L - 1) * N(); }
+  int seen() const { return P() + S::W; }  // what a gate sees: its outlets, and a vector for the output node
   i64 inner() const { return L > 2 ? (i64)(L - 2) * N() : 0; }  // nodes whose gates have N inputs
   // Vector v of a row of N numbers that somebody else laid out, without padding.
   typename S::V load(const T* row, int v) const {
@@ -52,6 +54,7 @@ template <class S> struct Gates {
     g.first_out = pieces.take<T>(P);
     g.ready = pieces.take<unsigned char>(inner);
     g.largest = pieces.take<T>(inner + N);
+    g.sight = pieces.take<T>(size.gates() * args.rank * size.seen());
     return g;
   }
 
@@ -75,6 +78,14 @@ template <class S> struct Gates {
       out[i] = W[i * (N + 1) + N] * S::log2_e;
       ((T*)g.largest)[i] = largest(W + i * (N + 1), N + 1);
     }
+    for (i64 gate = 0; gate < size.gates(); ++gate)
+      for (i64 r = 0; r < args.rank; ++r) {
+        const T* from = (const T*)args.factor + gate * (N + 1) * args.rank + r;
+        T* to = (T*)g.sight + (gate * args.rank + r) * size.seen();
+        for (int o = 0; o < size.seen(); ++o) to[o] = 0;
+        for (int o = 0; o < N; ++o) to[o] = from[o * args.rank];
+        to[P] = from[N * args.rank];
+      }
   }
 
   // One node's gate with its outlets in lanes.

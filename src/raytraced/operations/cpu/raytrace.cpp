@@ -1,116 +1,144 @@
-// Entry gate, activation sequence, weights and experts in one call, for batches so small that the calls would take longer than the
-// arithmetic. Axes: as in sequence.h and experts.h.
-#include <cmath>
+// Entry gate, activation sequence, weights and experts in one call, without gradients for batches so small that the calls would
+// take longer than the arithmetic, and with gradients for training. Ranges of rows depend on the batch alone and sums have a
+// fixed order, so no result depends on the threads.
+#include "raytrace.h"
 
-#include "experts.h"
-#include "sequence.h"
+#include <cstring>
+
+#include "instructions.h"
 #include "threads.h"
 
 extern "C" int raytraced_sequence_forward(const raytraced::SequenceArgs*);
+extern "C" int raytraced_sequence_backward(const raytraced::SequenceArgs*);
 extern "C" int raytraced_experts_forward(const raytraced::ExpertsArgs*);
+extern "C" int raytraced_experts_backward(const raytraced::ExpertsArgs*);
 extern "C" long long raytraced_experts_plan(long long, long long, long long, const void*, long long, long long, int*, long long*);
 
 namespace raytraced {
 namespace {
 
-// The numbers of cpp_raytrace.py.
-enum Weighting : long long { UNIT = 0, RATES_TO_ONE = 1, RATES = 2 };
 enum Purpose { BETWEEN = 3 };
 
-// As class Args in cpp_raytrace.py: what stays the same from call to call; what a call brings is not filled in.
-struct RaytraceArgs {
-  SequenceArgs sequence;
-  ExpertsArgs experts;
-  long long weighting, rank;  // rank 0: gates do not see the hidden vectors
-  const void* maps[4];        // the entry gate's (N, D) and (N); if gates see, (R, D) and (L-1, N, O, R)
+struct Pass {
+  const RaytraceArgs& args;
+  const RaytraceCall& call;
+  RaytraceKernel kernel;
+  long long range, num_ranges;
+  char* partial = nullptr;
+
+  Pass(const RaytraceArgs& args, const RaytraceCall& call) : args(args), call(call), kernel(choose(args)) {
+    const long long smallest = 64, most = 32;
+    range = (call.batch + most - 1) / most;
+    range = range < smallest ? smallest : range;
+    num_ranges = (call.batch + range - 1) / range;
+  }
+
+  static RaytraceKernel choose(const RaytraceArgs& args) {
+#if defined(__x86_64__)
+    if (instructions() == Instructions::avx2) return raytrace_kernel_avx2(args);
+#endif
+    return raytrace_kernel_baseline(args);
+  }
+
+  long long number() const { return args.sequence.is_double ? 8 : 4; }
+  long long partial_bytes() const { return (call.size(args) * number() + 63) / 64 * 64; }
+  long long end(long long index) const { return (index + 1) * range < call.batch ? (index + 1) * range : call.batch; }
+
+  static void enter(void* context, long long index) {
+    Pass& pass = *(Pass*)context;
+    pass.kernel.enter(pass.args, pass.call, index * pass.range, pass.end(index));
+  }
+  static void weigh(void* context, long long index) {
+    Pass& pass = *(Pass*)context;
+    pass.kernel.weigh(pass.args, pass.call, index * pass.range, pass.end(index));
+  }
+  static void weigh_back(void* context, long long index) {
+    Pass& pass = *(Pass*)context;
+    pass.kernel.weigh_back(pass.args, pass.call, index * pass.range, pass.end(index));
+  }
+  static void enter_back(void* context, long long index) {
+    Pass& pass = *(Pass*)context;
+    char* partial = pass.partial + index * pass.partial_bytes();
+    pass.kernel.enter_back(pass.args, pass.call, partial, index * pass.range, pass.end(index));
+  }
+  void share(void (*part)(void*, long long)) { parallel(num_ranges, call.threads, part, this); }
+
+  SequenceArgs sequence() const {
+    SequenceArgs one = args.sequence;
+    one.batch = call.batch, one.threads = call.threads, one.seed = call.seed, one.rows = call.rows, one.entry = call.entry;
+    one.active = call.active, one.rates = call.rates, one.output = call.output;
+    one.nodes = call.nodes, one.num_active = call.num_active;
+    if (one.rank) one.seen = call.seen, one.factor = args.maps[3];
+    one.grad_active = call.grad_active, one.grad_rates = call.grad_rates, one.grad_output = call.grad_output;
+    one.grad_first = call.grad_first, one.grad_inner = call.grad_inner, one.grad_entry = call.grad_entry;
+    one.grad_seen = call.grad_seen, one.grad_factor = call.grad_maps[3];
+    return one;
+  }
+  ExpertsArgs experts() const {
+    ExpertsArgs one = args.experts;
+    one.batch = call.batch, one.threads = call.threads, one.chunk = call.chunk, one.num_chunks = call.num_chunks;
+    one.rows = call.pair_rows, one.offsets = call.pair_offsets, one.mix = call.mix, one.hidden = call.hidden;
+    one.states = call.states, one.out = call.out, one.results = call.results, one.inner = call.inner;
+    one.grad_out = call.grad_out, one.grad_states = call.grad_states, one.grad_hidden = call.grad_hidden;
+    one.grad_mix = call.grad_mix, one.grad_results = call.grad_results, one.gradients = call.gradients;
+    return one;
+  }
+
+  long long route() {
+    share(enter);
+    const SequenceArgs one = sequence();
+    if (raytraced_sequence_forward(&one)) return -1;
+    share(weigh);
+    return raytraced_experts_plan(call.batch, args.experts.nodes(), one.is_double, call.active, call.chunk, call.num_chunks,
+                                  call.pair_rows, call.pair_offsets);
+  }
+  int run() {
+    const ExpertsArgs one = experts();
+    return raytraced_experts_forward(&one);
+  }
+  int back() {
+    const ExpertsArgs grid = experts();
+    if (raytraced_experts_backward(&grid)) return 1;
+    share(weigh_back);
+    const SequenceArgs path = sequence();
+    if (raytraced_sequence_backward(&path)) return 1;
+    partial = (char*)scratch(BETWEEN, (num_ranges + 1) * partial_bytes());
+    if (!partial) return 1;
+    if (!num_ranges) std::memset(partial, 0, partial_bytes());
+    share(enter_back);
+    args.sequence.is_double ? reduce<double>() : reduce<float>();
+    return 0;
+  }
+  // The ranges' gradients of the maps, added up in their order.
+  template <typename T> void reduce() {
+    const long long N = args.sequence.experts, D = args.experts.dim(), size = call.size(args);
+    T* sum = (T*)partial;
+    for (long long index = 1; index < num_ranges; ++index) {
+      const T* more = (const T*)(partial + index * partial_bytes());
+      for (long long i = 0; i < size; ++i) sum[i] += more[i];
+    }
+    std::memcpy(call.grad_maps[0], sum, N * D * sizeof(T));
+    std::memcpy(call.grad_maps[1], sum + N * D, N * sizeof(T));
+    if (args.sequence.rank) std::memcpy(call.grad_maps[2], sum + N * D + N, args.sequence.rank * D * sizeof(T));
+  }
 };
 
-// What passes from one part to the next.
-template <typename T> struct Between {
-  T *entry, *sight, *mix, *states, *results;
-  int* rows;
-  long long* offsets;
+// What passes from one part to the next, where nobody keeps it.
+struct Between {
   char* next;
-
-  Between(const ExpertsArgs& args, long long num_seen, void* memory) : next((char*)memory) {
-    const long long B = args.batch, M = args.nodes(), D = args.dim();
-    entry = take<T>(B * args.experts), sight = take<T>(B * num_seen);
-    mix = take<T>(B * M), states = take<T>(args.layers * B * D), results = take<T>(B * M * D);
-    rows = take<int>(B * M), offsets = take<long long>(M + 1);
+  Between(const RaytraceArgs& args, RaytraceCall& call, void* memory) : next((char*)memory) {
+    const long long B = call.batch, M = args.experts.nodes(), D = args.experts.dim(), number = args.sequence.is_double ? 8 : 4;
+    call.entry = take(B * args.experts.experts * number), call.seen = take(B * args.sequence.rank * number);
+    call.mix = take(B * M * number), call.states = take(args.experts.layers * B * D * number);
+    call.results = take(B * M * D * number);
+    call.pair_rows = (int*)take(B * M * sizeof(int)), call.pair_offsets = (long long*)take((M + 1) * sizeof(long long));
   }
-  template <typename U> U* take(long long count) {
-    U* piece = (U*)next;
-    next += (count * (long long)sizeof(U) + 63) / 64 * 64;
+  void* take(long long bytes) {
+    char* piece = next;
+    next += (bytes + 63) / 64 * 64;
     return piece;
   }
 };
-
-// The weights of one layer's active experts, as sequence.py defines them.
-template <typename T> void weigh(const T* active, const T* rates, long long N, long long weighting, T floor, T* mix) {
-  T total = 0, count = 0;
-  for (long long i = 0; i < N; ++i) total += active[i] * rates[i], count += active[i];
-  const T scale = weighting == RATES ? count : T(1);
-  for (long long i = 0; i < N; ++i)
-    mix[i] = weighting == UNIT || !(total > 0) ? active[i] : active[i] * (rates[i] / (total > floor ? total : floor)) * scale;
-}
-
-// A start and the sum of products. It runs in several lanes, in the same order for every row.
-template <typename T> T dot(T start, const T* weight, const T* hidden, long long D) {
-  constexpr int LANES = 8;
-  T sums[LANES] = {};
-  long long d = 0;
-  for (; d + LANES <= D; d += LANES)
-    for (int lane = 0; lane < LANES; ++lane) sums[lane] += weight[d + lane] * hidden[d + lane];
-  for (; d < D; ++d) sums[d % LANES] += weight[d] * hidden[d];
-  for (int lane = 0; lane < LANES; ++lane) start += sums[lane];
-  return start;
-}
-
-// One row's entry rates: softmax(W h + b), W (N, D).
-template <typename T> void enter(const T* weight, const T* bias, const T* hidden, long long D, long long N, T* entry) {
-  T most = 0, total = 0;
-  for (long long i = 0; i < N; ++i) {
-    const T sum = dot(bias[i], weight + i * D, hidden, D);
-    entry[i] = sum;
-    most = i && most >= sum ? most : sum;  // a NaN stays
-  }
-  for (long long i = 0; i < N; ++i) total += entry[i] = std::exp(entry[i] - most);
-  for (long long i = 0; i < N; ++i) entry[i] /= total;
-}
-
-// What the gates of one row see: V (U h), U (R, D), V (num, R).
-template <typename T> void see(const T* into, const T* out, const T* hidden, long long D, long long R, long long num, T* sight) {
-  T seen[64];
-  for (long long first = 0; first < R; first += 64) {
-    const long long part = R - first < 64 ? R - first : 64;
-    for (long long r = 0; r < part; ++r) seen[r] = dot(T(0), into + (first + r) * D, hidden, D);
-    for (long long i = 0; i < num; ++i) sight[i] = dot(first ? sight[i] : T(0), out + i * R + first, seen, part);
-  }
-}
-
-template <typename T>
-int run(const RaytraceArgs& args, SequenceArgs& sequence, ExpertsArgs& experts) {
-  const long long B = experts.batch, N = experts.experts, M = experts.nodes(), D = experts.dim();
-  const long long num_seen = args.rank ? (experts.layers - 1) * N * (N + 1) : 0;
-  void* memory = scratch(BETWEEN, Between<T>(experts, num_seen, nullptr).next - (char*)nullptr);
-  if (!memory) return 1;
-  const Between<T> between(experts, num_seen, memory);
-  const T* const* maps = (const T* const*)args.maps;
-  for (long long b = 0; b < B; ++b) {
-    const T* hidden = (const T*)experts.hidden + b * D;
-    enter(maps[0], maps[1], hidden, D, N, between.entry + b * N);
-    if (args.rank) see(maps[2], maps[3], hidden, D, args.rank, num_seen, between.sight + b * num_seen);
-  }
-  sequence.entry = between.entry, sequence.sight = args.rank ? between.sight : nullptr;
-  if (raytraced_sequence_forward(&sequence)) return 1;
-  const T *active = (const T*)sequence.active, *rates = (const T*)sequence.rates;
-  for (long long i = 0; i < B * M; i += N)
-    weigh(active + i, rates + i, N, args.weighting, (T)sequence.rate_floor, between.mix + i);
-  raytraced_experts_plan(B, M, sizeof(T) == 8, active, experts.chunk, 1, between.rows, between.offsets);
-  experts.rows = between.rows, experts.offsets = between.offsets, experts.mix = between.mix;
-  experts.states = between.states, experts.results = between.results;
-  return raytraced_experts_forward(&experts);
-}
 
 }  // namespace
 }  // namespace raytraced
@@ -120,11 +148,26 @@ int run(const RaytraceArgs& args, SequenceArgs& sequence, ExpertsArgs& experts) 
 extern "C" int raytraced_raytrace(const raytraced::RaytraceArgs* args, long long batch, const void* hidden, void* out,
                                   void* active, void* rates, void* output, long long* nodes, long long* num_active,
                                   const long long* seed, const long long* rows) {
-  raytraced::SequenceArgs sequence = args->sequence;
-  raytraced::ExpertsArgs experts = args->experts;
-  sequence.batch = experts.batch = experts.chunk = batch;  // all rows in one chunk
-  experts.hidden = hidden, experts.out = out, sequence.seed = seed, sequence.rows = rows;
-  sequence.active = active, sequence.rates = rates, sequence.output = output;
-  sequence.nodes = nodes, sequence.num_active = num_active;
-  return sequence.is_double ? raytraced::run<double>(*args, sequence, experts) : raytraced::run<float>(*args, sequence, experts);
+  using namespace raytraced;
+  RaytraceCall call = {};
+  call.batch = call.chunk = batch, call.threads = call.num_chunks = 1;  // all rows in one chunk
+  call.hidden = hidden, call.out = out, call.seed = seed, call.rows = rows;
+  call.active = active, call.rates = rates, call.output = output, call.nodes = nodes, call.num_active = num_active;
+  void* memory = scratch(BETWEEN, Between(*args, call, nullptr).next - (char*)nullptr);
+  if (!memory) return 1;
+  Between(*args, call, memory);
+  Pass pass(*args, call);
+  return pass.route() < 0 || pass.run();
+}
+
+// The same in two steps, since nobody knows before the first how much the second needs: who runs, with which weight, and how many
+// pairs of row and expert that are (-1 where memory has run out); then the experts. And back through both.
+extern "C" long long raytraced_raytrace_route(const raytraced::RaytraceArgs* args, const raytraced::RaytraceCall* call) {
+  return raytraced::Pass(*args, *call).route();
+}
+extern "C" int raytraced_raytrace_run(const raytraced::RaytraceArgs* args, const raytraced::RaytraceCall* call) {
+  return raytraced::Pass(*args, *call).run();
+}
+extern "C" int raytraced_raytrace_back(const raytraced::RaytraceArgs* args, const raytraced::RaytraceCall* call) {
+  return raytraced::Pass(*args, *call).back();
 }

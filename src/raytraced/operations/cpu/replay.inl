@@ -3,7 +3,7 @@
 // Axes: L layers, N experts a layer (P with padding).
 #pragma once
 
-#include "gates.inl"
+#include "sight.inl"
 
 namespace raytraced {
 namespace RAYTRACED_ISA {
@@ -25,10 +25,10 @@ template <class S> struct Replay {
   int *slots, *depths, *next;  // (steps + 1, L), (steps + 1), (L)
   T *inside, *largest;         // (P), (L): 1 for a real lane; the largest |W| of a layer
   bool careful;
-  const T* sight;              // (L-1, N, O) of this sample, or null
+  Sight<S> sight;
 
   Replay(const SequenceArgs& args, const PackedGates& gates, Pieces& pieces, i64 max_active)
-      : args(args), gates(gates), size(args), num_versions(max_active + 1) {
+      : args(args), gates(gates), size(args), num_versions(max_active + 1), sight(args, gates, pieces) {
     const i64 L = size.L, N = size.N(), P = size.P(), num_slots = 1 + (L - 1) * num_versions;
     rates = pieces.take<T>(num_slots * P), soft_out = pieces.take<T>(num_slots * P), on = pieces.take<T>(L * P);
     active = pieces.take<int>(L * N), count = pieces.take<int>(L), sent = pieces.take<T>(L * N * P);
@@ -82,16 +82,16 @@ template <class S> struct Replay {
         for (int w = 0; w < W; ++w) S::store(rows + w * P + v * W, logits[w]);
       }
       bool is_careful = careful;
-      if (sight) {
+      if (sight.any) {
         typename S::VI tame = S::zero() == S::zero();
         for (int w = 0; w < in_group; ++w) {
-          const T* seen = sight + ((i64)l * N + group * W + w) * (N + 1);
+          const T* seen = sight.row((i64)l * N + group * W + w);
           for (int v = 0; v < num_vectors; ++v) {
-            const V logits = S::load(rows + w * P + v * W) + size.load(seen, v) * S::log2_e;
+            const V logits = S::load(rows + w * P + v * W) + S::load(seen + v * W);
             S::store(rows + w * P + v * W, logits);
             tame &= Gates<S>::is_tame(logits);
           }
-          logit_out[w] += seen[N] * S::log2_e;
+          logit_out[w] += seen[P];
         }
         is_careful = S::count(tame & Gates<S>::is_tame(logit_out)) < W;
       }
@@ -149,7 +149,8 @@ template <class S> struct Replay {
   inline void start(i64 b) {
     const int L = size.L, N = size.N(), P = size.P();
     const T* entry = (const T*)args.entry + b * N;
-    sight = args.sight ? (const T*)args.sight + b * (L - 1) * N * (N + 1) : nullptr;
+    sight.sample = b;
+    for (i64 gate = 0; sight.any && gate < size.gates(); ++gate) sight.look(gate);
     for (i64 i = 0; i < (i64)L * P; i += W) S::store(on + i, S::zero());
     T total = 0;
     for (int i = 0; i < P; ++i) rates[i] = i < N ? entry[i] : 0, total += rates[i];

@@ -8,17 +8,18 @@ enum Estimator : long long { STRAIGHT_THROUGH = 0, REINMAX = 1, GUMBEL = 2, NONE
 
 // As class Args in cpp_sequence.py; every field takes 8 bytes, tensors are contiguous.
 struct SequenceArgs {
-  long long batch, layers, experts, steps, is_double, estimator, dominant, threads;
+  long long batch, layers, experts, steps, is_double, estimator, dominant, threads, rank;
   double temperature, rate_floor, output_counts;  // the last: how much, beside the nodes, when one is drawn
   const void *first, *inner, *entry;  // gates (N, O) and (L-2, N, O, N), entry rates (B, N)
-  const void* sight;                  // (B, L-1, N, O): what the gates see of the input, added to their logits; null for nothing
+  // What gates see of the input, added to their logits: (B, L-1, N, O), or two factors (B, R) and (L-1, N, O, R), or null.
+  const void *sight, *seen, *factor;
   const long long *seed, *rows;       // one number, null for greedy; (B,), null for 0 ... B-1
   void* active;                       // (B, M)
   long long *nodes, *num_active;      // (B, T), (B,)
   void *rates, *output;               // (B, M), (B,)
   // The backward pass reads nodes and num_active; a null gradient is zero.
   const void *grad_active, *grad_rates, *grad_output;
-  void *grad_first, *grad_inner, *grad_entry, *grad_sight;
+  void *grad_first, *grad_inner, *grad_entry, *grad_sight, *grad_seen, *grad_factor;
 };
 
 // The gates in the layouts of the kernel, rows padded with zeros to whole vectors. All but `inputs` are multiplied by
@@ -31,6 +32,7 @@ struct PackedGates {
   void* first_out;       // (nodes)
   unsigned char* ready;  // (L-2, N): is `outlets` filled in for this node?
   void* largest;         // (L-1, N): a gate's largest |W|
+  void* sight;           // (L-1, N, R, outlets and then the output node): the factor of what gates see; not multiplied
 };
 
 // One specialisation: a type, a vector width, and perhaps a fixed N.

@@ -28,7 +28,6 @@ template <class S> struct Backward {
   T *common, *inner, *one_out;  // (P): see `routing`
   T *grad_entry, *grad_first;   // (P): directly, and through the first layer's gates
   T* work;                      // (2 L, P)
-  T* grad_sight;                // (L-1, N, O) of this sample, or null
   Draw<S> draw;
 
   Backward(const SequenceArgs& args, const PackedGates& gates, Pieces& pieces, void* gradient_memory, i64 max_active)
@@ -62,11 +61,7 @@ template <class S> struct Backward {
     const int N = size.N(), P = size.P();
     T* logits = grad_logits + ((i64)l * P + i) * P;
     const T out = grad_out[l * P + i];
-    if (grad_sight) {
-      T* seen = grad_sight + ((i64)l * N + i) * (N + 1);
-      for (int o = 0; o < N; ++o) seen[o] += logits[o];
-      seen[N] += out;
-    }
+    if (replay.sight.any) replay.sight.learn(gradient, (i64)l * N + i, logits, out);
     const int* slot = replay.slots + step * size.L;
     if (l == 0) {
       const T rate = replay.rates[i];
@@ -287,10 +282,8 @@ template <class S> struct Backward {
     const int L = size.L, N = size.N(), P = size.P(), M = L * N;
     const i64 num_active = args.num_active[b];
     const i64* nodes = args.nodes + b * args.steps;
-    const i64 num_seen = (i64)(L - 1) * N * (N + 1);
-    grad_sight = args.grad_sight ? (T*)args.grad_sight + b * num_seen : nullptr;
-    if (grad_sight) std::memset(grad_sight, 0, num_seen * sizeof(T));
     replay.start(b);
+    replay.sight.start_back();
     for (i64 step = 0; step < num_active; ++step) replay.activate((int)nodes[step] / N, (int)nodes[step] % N, step);
 
     draw.row = args.rows ? (u64)args.rows[b] : (u64)b;
@@ -312,6 +305,7 @@ template <class S> struct Backward {
     }
     T* entry = (T*)args.grad_entry + b * N;
     for (int i = 0; i < N; ++i) entry[i] = grad_entry[i] + grad_first[i];
+    replay.sight.finish();
   }
 
   // A sample's gradient (L, N) from outside, or zeros, with padding.

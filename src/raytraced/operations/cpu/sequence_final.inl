@@ -21,7 +21,6 @@ template <class S> struct Final : Forward<S> {
   T *soft, *soft_out;     // (L, N, P), (L, P): splits of active nodes
   T *received, *next;     // (N, P): of what a layer's active nodes, in their order, send: its gradient; that of the layer above
   T *logits, *grad_rate;  // (P): the gradient of a gate's logits; of all rates of a layer
-  T* grad_sight;          // (L-1, N, O) of this sample, or null
 
   Final(const SequenceArgs& args, PackedGates& gates, Pieces& pieces, void* gradient_memory)
       : F(args, gates, pieces), gradient(args, gradient_memory) {
@@ -49,6 +48,7 @@ template <class S> struct Final : Forward<S> {
     for (; l < L && count[l]; ++l) {
       for (int s = 0; s < count[l] && l < L - 1; ++s) {
         const int i = active[l * N + s];
+        if (sight.any) sight.look((i64)l * N + i);
         T *row = soft + ((i64)l * N + i) * P, *to = sent + ((i64)l * N + i) * P;
         V share_out;
         const V scale = 1 / this->shares(l, i, row, share_out);
@@ -87,14 +87,7 @@ template <class S> struct Final : Forward<S> {
     const T grad_out = rate * to_output * (grad_output - mean[0]);
     for (int v = 0; v < num_vectors; ++v)
       S::store(logits + v * W, rate * S::load(row + v * W) * (S::load(received + v * W) - mean));
-    if (grad_sight) {
-      T* seen = grad_sight + ((i64)l * N + i) * (N + 1);
-      for (int v = 0; v < num_vectors; ++v)
-        if ((v + 1) * W <= N) S::store_any(seen + v * W, S::load(logits + v * W));
-        else
-          for (int o = v * W; o < N; ++o) seen[o] = logits[o];
-      seen[N] = grad_out;
-    }
+    if (sight.any) sight.learn(gradient, (i64)l * N + i, logits, grad_out);
     if (l == 0) {
       const T through = learn(gradient.first + i * P, (const T*)gates.first + i * P, rate);
       gradient.first_out[i] += rate * grad_out;
@@ -126,10 +119,8 @@ template <class S> struct Final : Forward<S> {
 
   void run(i64 b) {
     const int L = size.L, N = size.N(), P = size.P(), num_vectors = size.vectors();
-    const i64 num_seen = (i64)(L - 1) * N * (N + 1);
-    grad_sight = args.grad_sight ? (T*)args.grad_sight + b * num_seen : nullptr;
-    if (grad_sight) std::memset((void*)grad_sight, 0, num_seen * sizeof(T));
     this->start(b);
+    sight.start_back();
     const int depth = settle(args.nodes + b * args.steps, args.num_active[b]);
     const T grad_output = args.grad_output ? ((const T*)args.grad_output)[b] : 0;
     arrive(b, depth < L ? depth : L - 1);
@@ -154,6 +145,7 @@ template <class S> struct Final : Forward<S> {
     }
     T* entry = (T*)args.grad_entry + b * N;
     for (int i = 0; i < N; ++i) entry[i] = grad_rate[i];
+    sight.finish();
   }
 };
 

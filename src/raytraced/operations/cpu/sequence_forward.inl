@@ -4,7 +4,7 @@
 #pragma once
 
 #include "draws.inl"
-#include "gates.inl"
+#include "sight.inl"
 
 namespace raytraced {
 namespace RAYTRACED_ISA {
@@ -24,11 +24,11 @@ template <class S> struct Forward {
   T* inside;                // (P): 1 for a real lane, 0 for padding
   int *active, *count;      // (L, N) in order of activation; (L)
   int depth;                // layers with candidates or active nodes
-  const T* sight;           // (L-1, N, O) of this sample, or null
+  Sight<S> sight;
   Draw<S> draw;
 
   Forward(const SequenceArgs& args, PackedGates& gates, Pieces& pieces)
-      : args(args), gates(gates), size(args), draw(args, size) {
+      : args(args), gates(gates), size(args), sight(args, gates, pieces), draw(args, size) {
     const i64 L = size.L, N = size.N(), P = size.P();
     rates = pieces.take<T>(L * P), open = pieces.take<T>(L * P), probs = pieces.take<T>(L * P);
     sent = pieces.take<T>(L * N * P), sent_out = pieces.take<T>(L * P);
@@ -74,12 +74,12 @@ template <class S> struct Forward {
       logit_out = S::splat(total * S::log2_e);
     }
     bool is_tame = ((const T*)gates.largest)[l * N + i] * rate < Gates<S>::tame;
-    if (sight) {
-      const T* seen = sight + ((i64)l * N + i) * (N + 1);
-      logit_out += S::splat(seen[N] * S::log2_e);
+    if (sight.any) {
+      const T* seen = sight.row((i64)l * N + i);
+      logit_out += S::splat(sight.out((i64)l * N + i));
       typename S::VI tame = Gates<S>::is_tame(logit_out);
       for (int v = 0; v < num_vectors; ++v) {
-        const V logits = S::load(row + v * W) + size.load(seen, v) * S::log2_e;
+        const V logits = S::load(row + v * W) + S::load(seen + v * W);
         S::store(row + v * W, logits);
         tame &= Gates<S>::is_tame(logits);
       }
@@ -151,7 +151,10 @@ template <class S> struct Forward {
     active[l * N + count[l]++] = i;
     S::set(open + l * P, i, 0);
     refresh(l);
-    if (l < L - 1) split(l, i);
+    if (l < L - 1) {
+      if (sight.any) sight.look((i64)l * N + i);
+      split(l, i);
+    }
     pass_on(l);
     for (++l; l < L; ++l) {
       depth = depth > l ? depth : l + 1;
@@ -166,7 +169,7 @@ template <class S> struct Forward {
   inline void start(i64 b) {
     const int L = size.L, N = size.N(), P = size.P();
     const T* entry = (const T*)args.entry + b * N;
-    sight = args.sight ? (const T*)args.sight + b * (L - 1) * N * (N + 1) : nullptr;
+    sight.sample = b;
     for (i64 i = 0; i < (i64)L * P; i += W) {
       S::store(rates + i, S::zero()), S::store(probs + i, S::zero());
       S::store(open + i, S::splat(1));

@@ -1,0 +1,57 @@
+// Hidden vectors through the entry gate, the activation sequence, the weights and the experts: what Python passes, and what each
+// instruction set's copy of the parts between offers. Axes: as in sequence.h and experts.h; R the rank of what gates see.
+#pragma once
+
+#include "experts.h"
+#include "sequence.h"
+
+namespace raytraced {
+
+// The numbers of cpp_raytrace.py.
+enum Weighting : long long { UNIT = 0, RATES_TO_ONE = 1, RATES = 2 };
+
+// As class Args in cpp_raytrace.py: what stays the same from call to call; what a call brings is not filled in.
+struct RaytraceArgs {
+  SequenceArgs sequence;
+  ExpertsArgs experts;
+  long long weighting;
+  const void* maps[4];  // of the hidden vector: the entry gate's (N, D) and (N); if gates see, (R, D) and (L-1, N, O, R)
+};
+
+// As class Call in cpp_raytrace.py: what a call brings; every field takes 8 bytes, tensors are contiguous.
+struct RaytraceCall {
+  long long batch, threads, chunk, num_chunks;
+  const long long *seed, *rows;            // as in sequence.h, and so the next five
+  void *active, *rates, *output;
+  long long *nodes, *num_active;
+  const void* hidden;                      // (B, D)
+  void *entry, *seen, *mix;                // (B, N), (B, R), (B, L, N)
+  int* pair_rows;                          // as `rows` and `offsets` of experts.h, and so all that follow
+  long long* pair_offsets;
+  void *out, *states, *results;
+  void* const* inner;
+  const void *grad_out, *grad_states, *grad_output;
+  void *grad_active, *grad_rates;          // (B, L, N): what came from outside, and then what comes from the weights too
+  void *grad_hidden, *grad_mix, *grad_results, *grad_entry, *grad_seen;
+  void *grad_first, *grad_inner;
+  void* grad_maps[4];
+  void* const* gradients;
+
+  long long size(const RaytraceArgs& args) const {  // of the gradient of all maps but the last
+    return (args.sequence.experts + args.sequence.rank) * args.experts.dim() + args.sequence.experts;
+  }
+};
+
+// Each for the rows begin ... end.
+struct RaytraceKernel {
+  void (*enter)(const RaytraceArgs&, const RaytraceCall&, long long begin, long long end);
+  void (*weigh)(const RaytraceArgs&, const RaytraceCall&, long long begin, long long end);
+  void (*weigh_back)(const RaytraceArgs&, const RaytraceCall&, long long begin, long long end);
+  // Adds to grad_hidden; the gradient of the maps, one after the other, goes into `partial`.
+  void (*enter_back)(const RaytraceArgs&, const RaytraceCall&, void* partial, long long begin, long long end);
+};
+
+RaytraceKernel raytrace_kernel_baseline(const RaytraceArgs&);
+RaytraceKernel raytrace_kernel_avx2(const RaytraceArgs&);
+
+}  // namespace raytraced
