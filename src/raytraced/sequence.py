@@ -282,5 +282,5 @@ def stop_losses(route: Route, easier: Tensor, target: float) -> Tensor:
     """
     assert route.rates is not None
     over = route.num_active - target * (SHORTEST + 2 * (1 - SHORTEST) * easier)
-    rate = route.rates.output.clamp(1e-6, 1 - 1e-6).view_as(over)
-    return torch.where(over > 0.5, -rate.log(), torch.where(over < -0.5, -(1 - rate).log(), 0.0))
+    rate = route.rates.output.clamp(1e-6, 1 - 1e-6)
+    return -torch.where(over > 0.5, rate, torch.where(over < -0.5, 1 - rate, 1.0)).log()

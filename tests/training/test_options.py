@@ -121,7 +121,9 @@ def test_loss_is_the_sum_of_its_parts():
         loss = objective(Batch(images, labels, rows), seed, 5).loss.item()
         out = answer()
         whole = 0.6 * cross_entropy(out.logits, 0.2)
-        by_prefix = {k: (whole + 0.4 * cross_entropy(answer(max_experts=k).logits)).item() for k in (0, 1, 2, 3, 4)}
+        by_prefix = {
+            k: (whole + 0.4 * cross_entropy(answer(max_experts=k).logits, 0.2)).item() for k in (0, 1, 2, 3, 4)
+        }
         matching = {k for k, expected in by_prefix.items() if loss == pytest.approx(expected, rel=1e-5)}
         assert matching, (seed, loss, by_prefix)
         asked_for |= matching

@@ -59,7 +59,8 @@ class TrainingStep:
     def __call__(self) -> None:
         batch = next(self.batches)
         result = self.objective(batch, next(self.seeds), len(batch.targets))
-        self.optimizer.zero_grad()
+        for parameter in self.parameters:
+            parameter.grad = None
         result.loss.backward()
         norm = gradient_norm(self.parameters, None)
         bool(norm.isfinite())  # the loop looks, before weights move

@@ -82,7 +82,7 @@ class InputBlock(nn.Module):
                 f"images have shape {tuple(images.shape)}: must be (batch, {', '.join(map(str, self.image_shape))})"
             )
         if images.dtype == torch.uint8:
-            return (images * self.scale).add_(self.shift)
+            return images.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
         if not images.is_floating_point():
             raise ValueError(f"images are {images.dtype}: must be uint8, or floats in 0 … 1")
         if not self.normalises:
@@ -145,8 +145,8 @@ class Classifier(Model):
             answer = self.answer(out)
         else:
             start_BD = layer.see(hidden_BD if layer.stream == "residual" else torch.zeros_like(hidden_BD))
-            looks = self.head(torch.cat((start_BD[None], out.looks)))
-            answer = Output(looks[-1], (out.route,), out.loss, looks=looks)
+            seen = self.head(torch.cat((start_BD[None], out.looks)))
+            answer = Output(seen[-1], (out.route,), out.loss, looks=seen)
         if judge is not None and out.judge is not None:
             policy_loss = out.judge(judge(answer.logits.detach()))
             answer = answer._replace(loss=policy_loss if out.loss is None else out.loss + policy_loss)

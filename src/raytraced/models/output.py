@@ -36,7 +36,8 @@ class Output(NamedTuple):
     @property
     def num_experts(self) -> Tensor:
         """How many experts are in the set of each sample (B,) or token (B, T), all routed layers together."""
-        return torch.stack([route.num_active for route in self.routes]).sum(0)
+        first, *rest = (route.num_active for route in self.routes)
+        return sum(rest, first)
 
     @property
     def num_runs(self) -> Tensor:

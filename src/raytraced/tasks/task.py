@@ -116,7 +116,11 @@ class Task(ABC, Generic[D]):
 
     @abstractmethod
     def each(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
-        """The loss of each target, (..., B) or (..., B, T), 0 for padding; further axes in front are further answers."""
+        """The loss of each target, (B,) or (B, T), 0 for padding."""
+
+    def each_of(self, answers: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        """The same of several answers (K, ...) to one batch."""
+        return torch.stack([self.each(logits, batch, smoothing) for logits in answers])
 
     def loss(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """The loss summed over all targets of a batch."""

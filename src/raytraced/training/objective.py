@@ -58,7 +58,7 @@ class Objective(nn.Module):
         last = 1.0 if out.looks is None else 1 - config.look_loss
         weights = [config.look_loss / (len(answers) - 1)] * (len(answers) - 1) if len(answers) > 1 else []
         weights.append(last * (1 - config.anytime_loss * len(out.answers)))
-        losses = task.each(answers, batch, config.label_smoothing)
+        losses = task.each_of(answers, batch, config.label_smoothing)
         sums = losses.flatten(1).sum(1)
         loss = sums @ sums.new_tensor(weights) * share
         for early in out.answers:

@@ -77,11 +77,12 @@ class ImageTask(Task[Dataset]):
                 raise ValueError(f"data={data.name}: {model.name} knows no class {name!r}; it knows {told}")
 
     def each(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        return self.each_of(logits[None], batch, smoothing)[0]
+
+    def each_of(self, answers: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        targets_KB = batch.targets.expand(len(answers), -1)
         # classes before samples: along a last axis of ten, PyTorch's softmax takes ten times as long
-        answers_KYB = logits.reshape(-1, *logits.shape[-2:]).mT
-        targets_KB = batch.targets.expand(len(answers_KYB), -1)
-        losses_KB = cross_entropy(answers_KYB, targets_KB, reduction="none", label_smoothing=smoothing)
-        return losses_KB.view(logits.shape[:-1])
+        return cross_entropy(answers.mT, targets_KB, reduction="none", label_smoothing=smoothing)
 
     def sums(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         return {"correct": (logits.argmax(-1) == batch.targets).sum()}
