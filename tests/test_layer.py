@@ -257,19 +257,20 @@ def test_looks_are_the_vectors_after_each_layer(stream, planned):
     layer, hidden = layer_and_rows(planned, stream, reach=8.0, num_rows=6)
     out = layer(hidden, looks=True)
     assert layer(hidden).looks is None
-    assert out.looks.shape == (3, 6, 4)
+    assert out.looks.shape == (4, 6, 4)
     start = hidden if stream == "residual" else torch.zeros_like(hidden)
     torch.testing.assert_close(out.looks[-1], layer(hidden).hidden)
-    after = [start, *out.looks]
+    after = out.looks
+    assert torch.equal(after[0], start)
     for step in range(3):  # what lies between two looks is one layer's doing
         runs = out.route.active[:, step].sum(-1) > 0
         assert torch.equal((after[step + 1] != after[step]).any(-1), runs)
     tokens = layer(hidden.view(2, 3, 4), looks=True)
-    torch.testing.assert_close(tokens.looks, out.looks.view(3, 2, 3, 4))
+    torch.testing.assert_close(tokens.looks, out.looks.view(4, 2, 3, 4))
     kept = torch.tensor([[True, False, True], [True, True, False]])
     padded = layer(hidden.view(2, 3, 4), mask=kept, looks=True).looks
     torch.testing.assert_close(padded[:, kept], out.looks[:, kept.flatten()])
-    torch.testing.assert_close(padded[:, ~kept], start[~kept.flatten()].expand(3, 2, 4))
+    torch.testing.assert_close(padded[:, ~kept], start[~kept.flatten()].expand(4, 2, 4))
 
 
 @pytest.mark.parametrize("stream", ["residual", "skip-sum", "last"])
@@ -277,11 +278,10 @@ def test_looks_are_the_vectors_after_each_layer(stream, planned):
 def test_one_look_after_the_other_shows_the_same_and_who_has_ended(stream, planned):
     layer, hidden = layer_and_rows(planned, stream, reach=1.0, num_rows=60)
     whole = layer(hidden, looks=True)
-    start = hidden if stream == "residual" else torch.zeros_like(hidden)
     shown = list(layer.looks(hidden, Call()))
     assert len(shown) == 4
     assert not planned or whole.route.active.sum((-1, -2)).unique().numel() > 1
-    for step, (look, expected) in enumerate(zip(shown, [start, *whole.looks], strict=True)):
+    for step, (look, expected) in enumerate(zip(shown, whole.looks, strict=True)):
         torch.testing.assert_close(look.out.hidden, expected)
         ended = torch.full((60,), step == 3)
         if planned and step and stream != "last":  # nothing of its path is left

@@ -201,9 +201,10 @@ def run_stream(
 
     residual: h_ℓ = h_{ℓ−1} + update, the answer is h_L. skip-sum: h_ℓ = update, the answer is Σ h_ℓ, as the routing's skip
     connections. last: h_ℓ = update, the answer is h_L, as the paper's equation is written.
-    `looks`: what the answer would be after each layer (L, B, D).
+    `looks`: what the answer would be after no layer, after the first, the second, … (L + 1, B, D).
     """
-    total_BD, answers = torch.zeros_like(hidden_BD), []
+    total_BD = torch.zeros_like(hidden_BD)
+    answers = [hidden_BD if stream == "residual" else total_BD]
     for layer in range(num_layers):
         update_BD = update(layer, hidden_BD)
         hidden_BD = hidden_BD + update_BD if stream == "residual" else update_BD

@@ -44,7 +44,7 @@ class LayerOutput(NamedTuple):
     loss: Tensor | None = None  # the router's own, weighted
     judge: Callable[[Tensor], Tensor] | None = None  # the loss of each row (B,) -> a loss for what was decided
     given: Tensor | None = None  # what a residual stream started from
-    looks: Tensor | None = None  # (S, ..., D), the vectors as they would be after each step, if asked for
+    looks: Tensor | None = None  # (S + 1, ..., D), the vectors as they would be after 0, 1, … steps, if asked for
 
     @property
     def update(self) -> Tensor:
@@ -176,7 +176,7 @@ class RoutedLayer(nn.Module):
 
         What a vector draws follows from the generator's seed and its number in `rows` (...) alone (default: 0, 1, 2, …).
         `select` is how raytraced layers choose: "sample" or "greedy"; they run at most `max_experts` experts a vector.
-        `looks` asks for the vectors after each layer too.
+        `looks` asks for the vectors before the first step and after each.
         """
         call = Call(select, max_experts, generator, rows, looks)
         if hidden.ndim == 2 and mask is None:  # nothing to put in place: one image waits for every call
@@ -344,7 +344,7 @@ def flat(name: str, values: Tensor | None, shape: torch.Size) -> Tensor | None:
 
 
 def looked(answer: Tensor, call: Call, route: Route, loss: Tensor | None = None, judge: Any = None) -> LayerOutput:
-    """What experts gave, (S, B, D) after each step if that was asked for, as a layer's output."""
+    """What experts gave, (S + 1, B, D) after 0, 1, … steps if that was asked for, as a layer's output."""
     hidden_BD = answer[-1] if call.looks else answer
     return LayerOutput(hidden_BD, route, loss, judge, looks=answer if call.looks else None)
 

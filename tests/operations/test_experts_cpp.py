@@ -72,15 +72,15 @@ def assert_close(these, those, tolerance):
 @pytest.mark.parametrize("size", [(9, 4, 3, 5, 7, 1), (300, 3, 4, 16, 16, 2), (5, 1, 3, 4, 4, 1)])
 def test_what_there_is_after_each_layer_agrees_with_the_plain_path(stream, size):
     case = make_case(*size)
-    num_layers, weights = size[1], torch.randn(size[1], *case.hidden.shape, dtype=torch.float64)
+    num_layers, weights = size[1], torch.randn(size[1] + 1, *case.hidden.shape, dtype=torch.float64)
     found = []
     for word in ("cpp", "sparse", "dense"):
         with operations.use(experts=word):
             looks = operations.experts(case.experts, case.hidden, case.active, case.weights, stream, True)
-        assert looks.shape == (num_layers, *case.hidden.shape)
+        assert looks.shape == (num_layers + 1, *case.hidden.shape)
         torch.testing.assert_close(looks[-1], compiled(case, stream))
         # one look alone, then all of them
-        for seen in (looks[0], looks * weights):
+        for seen in (looks[1], looks * weights):
             found.append([looks.detach(), *torch.autograd.grad(seen.sum(), case.leaves, retain_graph=True)])
     for these in found[2:]:
         assert_close(these, found[0 if these is found[2] or these is found[4] else 1], 1e-12)

@@ -144,8 +144,7 @@ class Classifier(Model):
         if out.looks is None:
             answer = self.answer(out)
         else:
-            start_BD = layer.see(hidden_BD if layer.stream == "residual" else torch.zeros_like(hidden_BD))
-            seen = self.head(torch.cat((start_BD[None], out.looks)))
+            seen = self.head(out.looks)
             answer = Output(seen[-1], (out.route,), out.loss, looks=seen)
         if judge is not None and out.judge is not None:
             policy_loss = out.judge(judge(answer.logits.detach()))

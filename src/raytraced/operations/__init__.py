@@ -81,7 +81,7 @@ def _prefer_dense_layer(
 
 
 # experts(experts, hidden_BD, active_BLN, weights_BLN, stream, looks=False) -> hidden_BD: a grid of which it is known who
-# runs; with looks, what hidden_BD would be after each layer (L, B, D)
+# runs; with looks, what hidden_BD would be after 0, 1, … layers (L + 1, B, D)
 experts = Operation(
     "experts",
     # each MLP expert on its own rows in one call, at any size: ordinary CPU tensors of one precision
@@ -130,7 +130,7 @@ def raytrace_in_steps(
 
 
 # raytrace(routing, grid, hidden_BD, maps, *, weighting, stream, looks=False, … as sequence) -> (hidden_BD, Route); with looks,
-# what hidden_BD would be after each layer (L, B, D)
+# what hidden_BD would be after 0, 1, … layers (L + 1, B, D)
 # maps: the entry gate's (weight_ND, bias_N), and where gates see the hidden vector also (weight_RD, weight_LNOR)
 _PARTS = ("sequence", "experts")
 raytrace = Operation(

@@ -148,7 +148,8 @@ def run(
     if not looks:
         return out_BD
     above = states[: experts.num_layers - 1]
-    return torch.cat((above.cumsum(0) if stream == "skip-sum" else above, out_BD[None]))
+    start_BD = hidden_BD if stream == "residual" else torch.zeros_like(hidden_BD)
+    return torch.cat((start_BD[None], above.cumsum(0) if stream == "skip-sum" else above, out_BD[None]))
 
 
 def cannot_layer(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor) -> str | None:

@@ -32,6 +32,7 @@ class Call(ctypes.Structure):
         *fields("grad_hidden grad_mix grad_results grad_entry grad_seen grad_first grad_inner", Pointer),
         ("grad_maps", Pointer * 4),
         ("gradients", Table),
+        ("start", Pointer),
     ]
 
 
@@ -39,7 +40,7 @@ _route = library.bind("raytraced_raytrace_route", ctypes.POINTER(cpp_raytrace.Ar
 _run = library.bind("raytraced_raytrace_run", ctypes.POINTER(cpp_raytrace.Args), ctypes.POINTER(Call))
 _back = library.bind("raytraced_raytrace_back", ctypes.POINTER(cpp_raytrace.Args), ctypes.POINTER(Call))
 
-# What a call is given and gives: spec (looks, stream, weighting, N, number of maps, *an expert's widths, *that of a sequence),
+# What a call is given and gives: spec (looks, stream, weighting, N, R, *an expert's widths, *that of a sequence),
 # data (seed, rows), tensors (hidden, *maps, *gates, *weights, *biases); the experts' answer, and the tensors of a route.
 _SEQUENCE = -7  # where the spec of a sequence begins
 
@@ -63,7 +64,7 @@ def _tell(spec, tensors) -> cpp_raytrace.Args:  # type: ignore[no-untyped-def]
 
 def _parts(spec, tensors) -> tuple[Sequence[Tensor], ...]:  # type: ignore[no-untyped-def]
     """Maps, gates and the experts' parameters."""
-    first = 1 + int(spec[4])
+    first = 5 if spec[4] else 3
     second = first + min(int(spec[_SEQUENCE]) - 1, 2)
     return tensors[1:first], tensors[first:second], tensors[second:]
 
@@ -72,34 +73,36 @@ def _pointers(*tensors: Tensor | None) -> list[int | None]:
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def _make_call(spec, data, hidden_BD, parameters, route, between, answer, states) -> Call:  # type: ignore[no-untyped-def]
+def _make_call(spec, data, hidden_BD, chunk, route, between, answer, states) -> Call:  # type: ignore[no-untyped-def]
     """What both passes tell; `between`: entry, seen, mix, the pairs' rows and offsets."""
     (B, D), L = hidden_BD.shape, int(spec[_SEQUENCE])
-    place = answer.data_ptr()
-    if spec[0]:  # with looks the last of the states is the answer
-        place, states = place + (L - 1) * B * D * hidden_BD.itemsize, answer
-    chunk = cpp_experts.chunk_rows(B, L, parameters[: len(parameters) // 2])
+    place, above = answer.data_ptr(), states.data_ptr()
+    if spec[0]:  # with looks the answer has a place for the start, and then for all states
+        layer = B * D * hidden_BD.itemsize
+        place, above = place + L * layer, place + layer
     pointers = _pointers(*data, *[None] * (2 - len(data)), *route, hidden_BD, *between)
-    return Call(B, torch.get_num_threads(), chunk, max(1, -(-B // chunk)), *pointers, place, states.data_ptr())
+    return Call(B, torch.get_num_threads(), chunk, len(between[-1]), *pointers, place, above)
 
 
 def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyped-def]
     """The experts' answer and the route; kept besides: what passes from one part to the next, and what the experts keep."""
-    (hidden_BD, *_), (maps, _, parameters) = tensors, _parts(spec, tensors)
-    (B, D), N, (L, T) = hidden_BD.shape, int(spec[3]), (int(number) for number in spec[_SEQUENCE:][:2])
-    M, num_chunks = L * N, max(1, -(-B // cpp_experts.chunk_rows(B, L, parameters[: len(parameters) // 2])))
+    hidden_BD, widths = tensors[0], spec[5:_SEQUENCE]
+    (B, D), (N, R, L, T) = hidden_BD.shape, (int(number) for number in (*spec[3:5], *spec[_SEQUENCE:][:2]))
+    chunk = cpp_experts.chunk_rows(B, L, tensors[1 - 2 * len(widths) : 1 - len(widths)])
+    M, num_chunks = L * N, max(1, -(-B // chunk))
     real, args = hidden_BD.new_empty, _tell(spec, tensors)
     route = cpp_sequence.empty_route(B, L, N, T, real, _whole.new_empty)
-    between = [real(B, N), real(B, len(maps[2]) if maps[2:] else 0), real(B, L, N)]
+    between = [real(B, N), real(B, R), real(B, L, N)]
     between += [_short.new_empty(B * M), _whole.new_empty(num_chunks, M + 1)]
-    answer = real(L, B, D) if spec[0] else real(B, D)
+    answer = real(L + 1, B, D) if spec[0] else real(B, D)
     states = real(0 if spec[0] else L if cpp_experts.STREAMS[int(spec[1])] == "skip-sum" else L - 1, B, D)
-    call = _make_call(spec, data, hidden_BD, parameters, route, between, answer, states)
+    call = _make_call(spec, data, hidden_BD, chunk, route, between, answer, states)
+    call.start = answer.data_ptr() if spec[0] else None
     num_pairs = _route(args, call)
     if num_pairs < 0:
         raise MemoryError("raytraced experts: no memory for the library's scratch")
-    widths = spec[6 : _SEQUENCE - 1] if keep else ()  # of the hidden activations
-    results, *inner = real(num_pairs, D), *[real(num_pairs, -(-int(width) // 16) * 16) for width in widths]
+    results = real(num_pairs, D)
+    inner = [real(num_pairs, -(-int(width) // 16) * 16) for width in widths[1:-1]] if keep else []
     call.results, call.inner = results.data_ptr(), table(inner) if keep else None
     library.run(_run, "raytraced experts", args, call)
     return [answer, *route, *route[:3], *between, answer, states, results, *inner] if keep else [answer, *route]
@@ -107,20 +110,18 @@ def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyp
 
 def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[no-untyped-def]
     """Gradients of hidden, maps, gates, weights and biases."""
-    (hidden_BD, *others), (*_, parameters) = tensors, _parts(spec, tensors)
+    hidden_BD, *others = tensors
     nodes_BT, num_active_B, active_BLN, rates_BLN, output_B, *between, answer, states, results = kept[:13]
-    route, inner, (seen_BR, mix_BLN) = (
-        (active_BLN, rates_BLN, output_B, nodes_BT, num_active_B),
-        kept[13:],
-        between[1:3],
-    )
+    route, inner = (active_BLN, rates_BLN, output_B, nodes_BT, num_active_B), kept[13:]
+    entry_BN, seen_BR, mix_BLN, _, offsets = between
     grad_answer, grad_active, grad_rates, grad_output = grads
     (B, D), L, real = hidden_BD.shape, int(spec[_SEQUENCE]), torch.empty_like
     if grad_answer is None:
         grad_answer = torch.zeros_like(answer)
-    place, above = grad_answer.data_ptr(), None
+    place, above, start = grad_answer.data_ptr(), None, None
     if spec[0]:
-        place, above = place + (L - 1) * B * D * hidden_BD.itemsize, place
+        layer = B * D * hidden_BD.itemsize
+        place, above, start = place + L * layer, place + layer, place
     # the library adds to these
     grad_rates = torch.zeros_like(rates_BLN) if grad_rates is None else grad_rates.clone()
     if cpp_sequence.ESTIMATORS[int(spec[_SEQUENCE + 2])] == "none":
@@ -129,10 +130,11 @@ def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[
         grad_active = torch.zeros_like(active_BLN) if grad_active is None else grad_active.clone()
     gradients = [real(hidden_BD), *[one.new_empty(one.shape) for one in others]]
     grad_maps, grad_gates, grad_parameters = _parts(spec, gradients)
-    call = _make_call(spec, data, hidden_BD, parameters, route, between, answer, states)
+    chunk = max(B, 1) if len(offsets) == 1 else cpp_experts.chunk_rows(B, L, ())  # several: experts are small
+    call = _make_call(spec, data, hidden_BD, chunk, route, between, answer, states)
     call.results, call.inner, call.gradients = results.data_ptr(), table(inner), table(grad_parameters)
-    call.grad_out, call.grad_states = place, above
-    own = real(mix_BLN), real(results), real(between[0]), real(seen_BR)
+    call.grad_out, call.grad_states, call.start = place, above, start
+    own = real(mix_BLN), real(results), real(entry_BN), real(seen_BR)
     call.grad_output, call.grad_active, call.grad_rates = _pointers(grad_output, grad_active, grad_rates)
     call.grad_hidden, call.grad_mix, call.grad_results, call.grad_entry, call.grad_seen = _pointers(gradients[0], *own)
     call.grad_first, call.grad_inner = [*_pointers(*grad_gates), None, None][:2]
@@ -144,7 +146,7 @@ def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[
 def _empty(spec, data, tensors) -> list[Tensor]:  # type: ignore[no-untyped-def]
     hidden_BD, (L, T) = tensors[0], (int(number) for number in spec[_SEQUENCE:][:2])
     like, B = hidden_BD.new_empty, len(hidden_BD)
-    answer = like(L, *hidden_BD.shape) if spec[0] else like(hidden_BD.shape)
+    answer = like(L + 1, *hidden_BD.shape) if spec[0] else like(hidden_BD.shape)
     return [
         answer,
         *cpp_sequence.empty_route(B, L, int(spec[3]), T, like, hidden_BD.new_empty(0, dtype=torch.int64).new_empty),
@@ -193,7 +195,7 @@ def run(
     looks: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Route]:
-    """Hidden vectors (B, D) -> hidden vectors (B, D), after each layer (L, B, D) with `looks`, and what was activated."""
+    """Hidden vectors (B, D) -> hidden vectors (B, D), after 0, 1, … layers (L + 1, B, D) with `looks`, and the route."""
     if looks and stream == "skip-sum":
         return NotImplemented
     told = cpp_raytrace.tell(routing, grid, hidden_BD, maps, weighting, stream, options)

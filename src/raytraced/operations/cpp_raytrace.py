@@ -108,7 +108,7 @@ class Told(NamedTuple):
 
     key: tuple[Any, ...]
     args: Args
-    numbers: tuple[Any, ...]  # stream, weighting, N, number of maps, an expert's widths, the spec of a sequence
+    numbers: tuple[Any, ...]  # stream, weighting, N, rank of what gates see, an expert's widths, the spec of a sequence
     parameters: tuple[Tensor, ...]  # maps, gates, weights, biases
     held: list[Tensor]  # what the key and the arguments speak of: no other tensor gets its name or its memory
 
@@ -145,7 +145,8 @@ def tell(
         like_BN = hidden_BD.new_empty(1, routing.num_experts)
         spec, _, gates = cpp_sequence.describe(routing, like_BN, seed=None, rows_B=None, **options)
         kinds = cpp_experts.STREAMS.index(stream), WEIGHTING_NUMBERS[WEIGHTINGS[weighting]]
-        numbers = (*kinds, routing.num_experts, len(maps), *grid.widths, *spec)
+        rank = len(maps[2]) if maps[2:] else 0
+        numbers = (*kinds, routing.num_experts, rank, *grid.widths, *spec)
         args = describe(spec, *kinds, maps, gates, (*weights, *biases))
         held = [*parameters, *(parameter.detach() for parameter in parameters)]
         told = _told[grid] = Told(key, args, numbers, parameters, held)

@@ -12,7 +12,6 @@ extern "C" int raytraced_sequence_forward(const raytraced::SequenceArgs*);
 extern "C" int raytraced_sequence_backward(const raytraced::SequenceArgs*);
 extern "C" int raytraced_experts_forward(const raytraced::ExpertsArgs*);
 extern "C" int raytraced_experts_backward(const raytraced::ExpertsArgs*);
-extern "C" long long raytraced_experts_plan(long long, long long, long long, const void*, long long, long long, int*, long long*);
 
 namespace raytraced {
 namespace {
@@ -85,12 +84,35 @@ struct Pass {
   }
 
   long long route() {
+    const long long bytes = call.batch * args.experts.dim() * number();
+    if (call.start && args.experts.stream == RESIDUAL) std::memcpy(call.start, call.hidden, bytes);
+    else if (call.start) std::memset(call.start, 0, bytes);
     share(enter);
     const SequenceArgs one = sequence();
     if (raytraced_sequence_forward(&one)) return -1;
     share(weigh);
-    return raytraced_experts_plan(call.batch, args.experts.nodes(), one.is_double, call.active, call.chunk, call.num_chunks,
-                                  call.pair_rows, call.pair_offsets);
+    return plan();
+  }
+  // As raytraced_experts_plan, from the sequences: most rows activate few nodes.
+  long long plan() const {
+    const long long M = args.experts.nodes(), T = args.sequence.steps;
+    long long total = 0;
+    for (long long c = 0; c < call.num_chunks; ++c) {
+      const long long begin = c * call.chunk, end = begin + call.chunk < call.batch ? begin + call.chunk : call.batch;
+      long long* offset = call.pair_offsets + c * (M + 1);
+      std::memset(offset, 0, (M + 1) * sizeof(long long));
+      for (long long b = begin; b < end; ++b)
+        for (long long step = 0; step < call.num_active[b]; ++step) ++offset[call.nodes[b * T + step]];
+      for (long long node = 0; node < M; ++node) {
+        const long long count = offset[node];
+        offset[node] = total, total += count;
+      }
+      for (long long b = begin; b < end; ++b)
+        for (long long step = 0; step < call.num_active[b]; ++step) call.pair_rows[offset[call.nodes[b * T + step]]++] = (int)b;
+      for (long long node = M; node > 0; --node) offset[node] = offset[node - 1];  // each had moved on to its end
+      offset[0] = c ? offset[-1] : 0;
+    }
+    return total;
   }
   int run() {
     const ExpertsArgs one = experts();
@@ -106,8 +128,14 @@ struct Pass {
     if (!partial) return 1;
     if (!num_ranges) std::memset(partial, 0, partial_bytes());
     share(enter_back);
+    if (call.start && args.experts.stream == RESIDUAL) args.sequence.is_double ? begin<double>() : begin<float>();
     args.sequence.is_double ? reduce<double>() : reduce<float>();
     return 0;
+  }
+  // What the looks' start gives, last of all.
+  template <typename T> void begin() {
+    const T* start = (const T*)call.start;
+    for (long long i = 0; i < call.batch * args.experts.dim(); ++i) ((T*)call.grad_hidden)[i] += start[i];
   }
   // The ranges' gradients of the maps, added up in their order.
   template <typename T> void reduce() {

@@ -36,6 +36,7 @@ struct RaytraceCall {
   void *grad_first, *grad_inner;
   void* grad_maps[4];
   void* const* gradients;
+  void* start;  // (B, D), where looks are wanted: what they begin with; in the backward pass its gradient
 
   long long size(const RaytraceArgs& args) const {  // of the gradient of all maps but the last
     return (args.sequence.experts + args.sequence.rank) * args.experts.dim() + args.sequence.experts;
