@@ -135,6 +135,9 @@ def test_what_it_cannot_do_the_parts_do():
     large = make(2, 2, 128)
     large.experts = RaytracedExperts(128, 2, 2).double().experts
     assert "more than 16,384 weights" in chosen(large, vectors(3, large)).reason
+    deep = make(num_hidden=20)
+    assert "experts of many layers" in chosen(deep, hidden).reason
+    assert layer(hidden).hidden.shape == deep(hidden).hidden.shape
     own = RaytracedExperts(6, 3, 8, expert=lambda: nn.Linear(6, 6))
     assert "experts of one's own" in chosen(own, torch.randn(3, 6)).reason
     WEIGHTINGS["own"] = lambda active, rates: 2 * unit_weights(active, rates)

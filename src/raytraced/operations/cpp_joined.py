@@ -25,26 +25,26 @@ class Call(ctypes.Structure):
 
     _fields_ = [
         *fields("batch threads chunk num_chunks", Int),
-        *fields("seed rows active rates output nodes num_active", Pointer),
-        *fields("hidden entry seen mix pair_rows pair_offsets out states results", Pointer),
-        ("inner", Table),
-        *fields("grad_out grad_states grad_output grad_active grad_rates", Pointer),
-        *fields("grad_hidden grad_mix grad_results grad_entry grad_seen grad_first grad_inner", Pointer),
+        *fields("active rates output nodes num_active hidden seed rows", Pointer),
+        *fields("out states start memory pairs", Pointer),
+        *fields("grad_out grad_states grad_start grad_output grad_active grad_rates", Pointer),
+        *fields("grad_hidden grad_first grad_inner", Pointer),
         ("grad_maps", Pointer * 4),
         ("gradients", Table),
-        ("start", Pointer),
     ]
 
 
-_route = library.bind("raytraced_raytrace_route", ctypes.POINTER(cpp_raytrace.Args), ctypes.POINTER(Call), result=Int)
-_run = library.bind("raytraced_raytrace_run", ctypes.POINTER(cpp_raytrace.Args), ctypes.POINTER(Call))
-_back = library.bind("raytraced_raytrace_back", ctypes.POINTER(cpp_raytrace.Args), ctypes.POINTER(Call))
+_KINDS = ctypes.POINTER(cpp_raytrace.Args), ctypes.POINTER(Call)
+_bytes = library.bind("raytraced_raytrace_bytes", *_KINDS, result=Int)
+_route = library.bind("raytraced_raytrace_route", *_KINDS, result=Int)
+_run = library.bind("raytraced_raytrace_run", *_KINDS)
+_back = library.bind("raytraced_raytrace_back", *_KINDS)
 
 # What a call is given and gives: spec (looks, stream, weighting, N, R, *an expert's widths, *that of a sequence),
 # data (seed, rows), tensors (hidden, *maps, *gates, *weights, *biases); the experts' answer, and the tensors of a route.
 _SEQUENCE = -7  # where the spec of a sequence begins
 
-_whole, _short = (torch.empty(0, dtype=dtype, device="cpu") for dtype in (torch.int64, torch.int32))
+_whole, _byte = (torch.empty(0, dtype=dtype, device="cpu") for dtype in (torch.int64, torch.uint8))
 _told: dict[tuple[Any, ...], cpp_raytrace.Args] = {}  # what the library was told last
 
 
@@ -69,76 +69,66 @@ def _parts(spec, tensors) -> tuple[Sequence[Tensor], ...]:  # type: ignore[no-un
     return tensors[1:first], tensors[first:second], tensors[second:]
 
 
-def _pointers(*tensors: Tensor | None) -> list[int | None]:
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+def _make_call(spec, data, hidden_BD, chunk, num_chunks, route) -> Call:  # type: ignore[no-untyped-def]
+    """What both passes tell."""
+    pointers = [tensor.data_ptr() for tensor in (*route, hidden_BD, *data)]
+    return Call(len(hidden_BD), torch.get_num_threads(), chunk, num_chunks, *pointers)
 
 
-def _make_call(spec, data, hidden_BD, chunk, route, between, answer, states) -> Call:  # type: ignore[no-untyped-def]
-    """What both passes tell; `between`: entry, seen, mix, the pairs' rows and offsets."""
-    (B, D), L = hidden_BD.shape, int(spec[_SEQUENCE])
-    place, above = answer.data_ptr(), states.data_ptr()
-    if spec[0]:  # with looks the answer has a place for the start, and then for all states
-        layer = B * D * hidden_BD.itemsize
-        place, above = place + L * layer, place + layer
-    pointers = _pointers(*data, *[None] * (2 - len(data)), *route, hidden_BD, *between)
-    return Call(B, torch.get_num_threads(), chunk, len(between[-1]), *pointers, place, above)
+def _places(spec, hidden_BD: Tensor, answer: Tensor) -> tuple[int | None, ...]:  # type: ignore[no-untyped-def]
+    """Where the last vectors are, those after each layer before, and what they began with; the latter two with looks."""
+    first, size = answer.data_ptr(), hidden_BD.nbytes
+    return (first + int(spec[_SEQUENCE]) * size, first + size, first) if spec[0] else (first, None, None)
 
 
 def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyped-def]
-    """The experts' answer and the route; kept besides: what passes from one part to the next, and what the experts keep."""
-    hidden_BD, widths = tensors[0], spec[5:_SEQUENCE]
-    (B, D), (N, R, L, T) = hidden_BD.shape, (int(number) for number in (*spec[3:5], *spec[_SEQUENCE:][:2]))
-    chunk = cpp_experts.chunk_rows(B, L, tensors[1 - 2 * len(widths) : 1 - len(widths)])
-    M, num_chunks = L * N, max(1, -(-B // chunk))
+    """The experts' answer and the route; kept besides: what passes from one part to the next."""
+    hidden_BD, num_linears = tensors[0], len(spec) + _SEQUENCE - 6
+    (B, D), (N, L, T) = hidden_BD.shape, (int(number) for number in (spec[3], *spec[_SEQUENCE:][:2]))
+    chunk = cpp_experts.chunk_rows(B, L, tensors[-2 * num_linears : -num_linears])
     real, args = hidden_BD.new_empty, _tell(spec, tensors)
     route = cpp_sequence.empty_route(B, L, N, T, real, _whole.new_empty)
-    between = [real(B, N), real(B, R), real(B, L, N)]
-    between += [_short.new_empty(B * M), _whole.new_empty(num_chunks, M + 1)]
     answer = real(L + 1, B, D) if spec[0] else real(B, D)
-    states = real(0 if spec[0] else L if cpp_experts.STREAMS[int(spec[1])] == "skip-sum" else L - 1, B, D)
-    call = _make_call(spec, data, hidden_BD, chunk, route, between, answer, states)
-    call.start = answer.data_ptr() if spec[0] else None
-    num_pairs = _route(args, call)
-    if num_pairs < 0:
+    call = _make_call(spec, data, hidden_BD, chunk, max(1, -(-B // chunk)), route)
+    call.out, call.states, call.start = _places(spec, hidden_BD, answer)
+    memory = _byte.new_empty(_bytes(args, call))
+    call.memory = memory.data_ptr()
+    num_bytes = _route(args, call)
+    if num_bytes < 0:
         raise MemoryError("raytraced experts: no memory for the library's scratch")
-    results = real(num_pairs, D)
-    inner = [real(num_pairs, -(-int(width) // 16) * 16) for width in widths[1:-1]] if keep else []
-    call.results, call.inner = results.data_ptr(), table(inner) if keep else None
+    pairs = _byte.new_empty(num_bytes)
+    call.pairs = pairs.data_ptr()
     library.run(_run, "raytraced experts", args, call)
-    return [answer, *route, *route[:3], *between, answer, states, results, *inner] if keep else [answer, *route]
+    return [answer, *route, *route[:3], answer, memory, pairs] if keep else [answer, *route]
 
 
 def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[no-untyped-def]
     """Gradients of hidden, maps, gates, weights and biases."""
-    hidden_BD, *others = tensors
-    nodes_BT, num_active_B, active_BLN, rates_BLN, output_B, *between, answer, states, results = kept[:13]
-    route, inner = (active_BLN, rates_BLN, output_B, nodes_BT, num_active_B), kept[13:]
-    entry_BN, seen_BR, mix_BLN, _, offsets = between
+    hidden_BD, num_linears = tensors[0], len(spec) + _SEQUENCE - 6
+    nodes_BT, num_active_B, active_BLN, rates_BLN, output_B, answer, memory, pairs = kept
     grad_answer, grad_active, grad_rates, grad_output = grads
-    (B, D), L, real = hidden_BD.shape, int(spec[_SEQUENCE]), torch.empty_like
     if grad_answer is None:
         grad_answer = torch.zeros_like(answer)
-    place, above, start = grad_answer.data_ptr(), None, None
-    if spec[0]:
-        layer = B * D * hidden_BD.itemsize
-        place, above, start = place + L * layer, place + layer, place
     # the library adds to these
     grad_rates = torch.zeros_like(rates_BLN) if grad_rates is None else grad_rates.clone()
     if cpp_sequence.ESTIMATORS[int(spec[_SEQUENCE + 2])] == "none":
         grad_active = None
     else:
         grad_active = torch.zeros_like(active_BLN) if grad_active is None else grad_active.clone()
-    gradients = [real(hidden_BD), *[one.new_empty(one.shape) for one in others]]
-    grad_maps, grad_gates, grad_parameters = _parts(spec, gradients)
-    chunk = max(B, 1) if len(offsets) == 1 else cpp_experts.chunk_rows(B, L, ())  # several: experts are small
-    call = _make_call(spec, data, hidden_BD, chunk, route, between, answer, states)
-    call.results, call.inner, call.gradients = results.data_ptr(), table(inner), table(grad_parameters)
-    call.grad_out, call.grad_states, call.start = place, above, start
-    own = real(mix_BLN), real(results), real(entry_BN), real(seen_BR)
-    call.grad_output, call.grad_active, call.grad_rates = _pointers(grad_output, grad_active, grad_rates)
-    call.grad_hidden, call.grad_mix, call.grad_results, call.grad_entry, call.grad_seen = _pointers(gradients[0], *own)
-    call.grad_first, call.grad_inner = [*_pointers(*grad_gates), None, None][:2]
-    call.grad_maps = (Pointer * 4)(*_pointers(*grad_maps))
+    gradients = [tensor.new_empty(tensor.shape) for tensor in tensors]
+    maps, gates, parameters = _parts(spec, gradients)
+    B = len(hidden_BD)
+    chunk = cpp_experts.chunk_rows(B, int(spec[_SEQUENCE]), tensors[-2 * num_linears : -num_linears])
+    route = active_BLN, rates_BLN, output_B, nodes_BT, num_active_B
+    call = _make_call(spec, data, hidden_BD, chunk, max(1, -(-B // chunk)), route)
+    call.memory, call.pairs, call.gradients = memory.data_ptr(), pairs.data_ptr(), table(parameters)
+    call.out, call.states, _ = _places(spec, hidden_BD, answer)
+    call.grad_out, call.grad_states, call.grad_start = _places(spec, hidden_BD, grad_answer)
+    call.grad_output = None if grad_output is None else grad_output.data_ptr()
+    call.grad_active = None if grad_active is None else grad_active.data_ptr()
+    call.grad_rates, call.grad_hidden = grad_rates.data_ptr(), gradients[0].data_ptr()
+    call.grad_first, call.grad_inner = [*[gate.data_ptr() for gate in gates], None, None][:2]
+    call.grad_maps = (Pointer * 4)(*[one.data_ptr() for one in maps])
     library.run(_back, "raytraced experts", _tell(spec, tensors), call)
     return gradients
 

@@ -19,6 +19,7 @@ from raytraced.routing import RoutingNetwork
 from raytraced.sequence import WEIGHTINGS, Route, rates_to_one_weights, rates_weights, unit_weights
 
 _MOST_ROWS = 64  # beyond, the calls of the separate parts matter little, and they use all threads
+_MOST_WIDTHS = 18  # as cpu/raytrace.h has places
 MOST_WEIGHTS = 2**14  # of one expert: larger ones are not what takes the time in the calls
 # The numbers of cpu/raytrace.h.
 WEIGHTING_NUMBERS: dict[Callable[..., Tensor] | None, int] = {
@@ -89,6 +90,8 @@ def unfit(routing: RoutingNetwork, grid: Experts, hidden_BD: Tensor, maps: Maps,
         return "a weighting that the library does not know"
     if not isinstance(grid, MLPExperts):
         return "experts of one's own"
+    if len(grid.widths) > _MOST_WIDTHS:
+        return "experts of many layers"
     if hidden_BD.dtype not in library.PRECISIONS:
         return "hidden vectors in half precision"
     (_, D), (L, N), (gate_ND, _, *seen) = hidden_BD.shape, (routing.num_layers, routing.num_experts), maps

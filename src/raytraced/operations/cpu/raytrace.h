@@ -18,38 +18,48 @@ struct RaytraceArgs {
   const void* maps[4];  // of the hidden vector: the entry gate's (N, D) and (N); if gates see, (R, D) and (L-1, N, O, R)
 };
 
-// As class Call in cpp_raytrace.py: what a call brings; every field takes 8 bytes, tensors are contiguous.
+// As class Call in cpp_joined.py: what a call brings; every field takes 8 bytes, tensors are contiguous.
 struct RaytraceCall {
   long long batch, threads, chunk, num_chunks;
-  const long long *seed, *rows;            // as in sequence.h, and so the next five
-  void *active, *rates, *output;
+  void *active, *rates, *output;           // as in sequence.h
   long long *nodes, *num_active;
   const void* hidden;                      // (B, D)
-  void *entry, *seen, *mix;                // (B, N), (B, R), (B, L, N)
-  int* pair_rows;                          // as `rows` and `offsets` of experts.h, and so all that follow
-  long long* pair_offsets;
-  void *out, *states, *results;
-  void* const* inner;
-  const void *grad_out, *grad_states, *grad_output;
+  const long long *seed, *rows;            // as in sequence.h
+  void *out, *states, *start;              // (B, D); with looks (L-1, B, D) and (B, D), else null: what each layer gave, and got first
+  void *memory, *pairs;                    // for what passes from one part to the next, see RaytraceBetween
+  const void *grad_out, *grad_states, *grad_start, *grad_output;
   void *grad_active, *grad_rates;          // (B, L, N): what came from outside, and then what comes from the weights too
-  void *grad_hidden, *grad_mix, *grad_results, *grad_entry, *grad_seen;
-  void *grad_first, *grad_inner;
+  void *grad_hidden, *grad_first, *grad_inner;
   void* grad_maps[4];
   void* const* gradients;
-  void* start;  // (B, D), where looks are wanted: what they begin with; in the backward pass its gradient
+};
 
-  long long size(const RaytraceArgs& args) const {  // of the gradient of all maps but the last
+// What passes from one part to the next.
+struct RaytraceBetween {
+  void *entry, *seen, *mix, *states;       // (B, N), (B, R), (B, L, N); as in experts.h, and so all that follow
+  int* pair_rows;
+  long long* pair_offsets;
+  void *results, *inner[16];
+  void *grad_mix, *grad_results, *grad_entry, *grad_seen;
+};
+
+struct RaytracePass {
+  const RaytraceArgs& args;
+  const RaytraceCall& call;
+  RaytraceBetween between;
+
+  long long num_maps() const {  // numbers of all maps but the last
     return (args.sequence.experts + args.sequence.rank) * args.experts.dim() + args.sequence.experts;
   }
 };
 
 // Each for the rows begin ... end.
 struct RaytraceKernel {
-  void (*enter)(const RaytraceArgs&, const RaytraceCall&, long long begin, long long end);
-  void (*weigh)(const RaytraceArgs&, const RaytraceCall&, long long begin, long long end);
-  void (*weigh_back)(const RaytraceArgs&, const RaytraceCall&, long long begin, long long end);
+  void (*enter)(const RaytracePass&, long long begin, long long end);
+  void (*weigh)(const RaytracePass&, long long begin, long long end);
+  void (*weigh_back)(const RaytracePass&, long long begin, long long end);
   // Adds to grad_hidden; the gradient of the maps, one after the other, goes into `partial`.
-  void (*enter_back)(const RaytraceArgs&, const RaytraceCall&, void* partial, long long begin, long long end);
+  void (*enter_back)(const RaytracePass&, void* partial, long long begin, long long end);
 };
 
 RaytraceKernel raytrace_kernel_baseline(const RaytraceArgs&);

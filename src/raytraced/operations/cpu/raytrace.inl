@@ -26,12 +26,13 @@ template <typename T> struct Raytrace {
   }
 
   // Entry rates, softmax(W h + b), and what gates see, U h.
-  static void enter(const RaytraceArgs& args, const RaytraceCall& call, i64 begin, i64 end) {
+  static void enter(const RaytracePass& pass, i64 begin, i64 end) {
+    const RaytraceArgs& args = pass.args;
     const i64 N = args.sequence.experts, R = args.sequence.rank, D = args.experts.dim();
     const T* const* maps = (const T* const*)args.maps;
     for (i64 b = begin; b < end; ++b) {
-      const T* hidden = (const T*)call.hidden + b * D;
-      T *entry = (T*)call.entry + b * N, *seen = (T*)call.seen + b * R, total = 0;
+      const T* hidden = (const T*)pass.call.hidden + b * D;
+      T *entry = (T*)pass.between.entry + b * N, *seen = (T*)pass.between.seen + b * R, total = 0;
       for (i64 i = 0; i < N; ++i) entry[i] = maps[1][i] + dot(maps[0] + i * D, hidden, D);
       for (i64 r = 0; r < R; ++r) seen[r] = dot(maps[2] + r * D, hidden, D);
       T most = entry[0];
@@ -41,15 +42,16 @@ template <typename T> struct Raytrace {
     }
   }
 
-  static void enter_back(const RaytraceArgs& args, const RaytraceCall& call, void* partial, i64 begin, i64 end) {
+  static void enter_back(const RaytracePass& pass, void* partial, i64 begin, i64 end) {
+    const RaytraceArgs& args = pass.args;
     const i64 N = args.sequence.experts, R = args.sequence.rank, D = args.experts.dim();
     const T* const* maps = (const T* const*)args.maps;
     T *weight = (T*)partial, *bias = weight + N * D, *into = bias + N;
-    for (i64 i = 0; i < call.size(args); ++i) weight[i] = 0;
+    for (i64 i = 0; i < pass.num_maps(); ++i) weight[i] = 0;
     for (i64 b = begin; b < end; ++b) {
-      const T *hidden = (const T*)call.hidden + b * D, *entry = (const T*)call.entry + b * N;
-      const T *grad = (const T*)call.grad_entry + b * N, *seen = (const T*)call.grad_seen + b * R;
-      T* grad_hidden = (T*)call.grad_hidden + b * D;
+      const T *hidden = (const T*)pass.call.hidden + b * D, *entry = (const T*)pass.between.entry + b * N;
+      const T *grad = (const T*)pass.between.grad_entry + b * N, *seen = (const T*)pass.between.grad_seen + b * R;
+      T* grad_hidden = (T*)pass.call.grad_hidden + b * D;
       const T mean = dot(entry, grad, N);
       for (i64 i = 0; i < N; ++i) {
         const T logit = entry[i] * (grad[i] - mean);
@@ -65,12 +67,13 @@ template <typename T> struct Raytrace {
   }
 
   // How much each active expert counts.
-  static void weigh(const RaytraceArgs& args, const RaytraceCall& call, i64 begin, i64 end) {
+  static void weigh(const RaytracePass& pass, i64 begin, i64 end) {
+    const RaytraceArgs& args = pass.args;
     const i64 N = args.sequence.experts, L = args.sequence.layers;
     const T floor = (T)args.sequence.rate_floor;
     for (i64 at = begin * L * N; at < end * L * N; at += N) {
-      const T *active = (const T*)call.active + at, *rates = (const T*)call.rates + at;
-      T *mix = (T*)call.mix + at, total = 0, count = 0;
+      const T *active = (const T*)pass.call.active + at, *rates = (const T*)pass.call.rates + at;
+      T *mix = (T*)pass.between.mix + at, total = 0, count = 0;
       for (i64 i = 0; i < N; ++i) total += active[i] * rates[i], count += active[i];
       const T scale = args.weighting == RATES ? count : T(1), least = total > floor ? total : floor;
       if (args.weighting == UNIT || !(total > 0))
@@ -80,12 +83,13 @@ template <typename T> struct Raytrace {
     }
   }
 
-  static void weigh_back(const RaytraceArgs& args, const RaytraceCall& call, i64 begin, i64 end) {
+  static void weigh_back(const RaytracePass& pass, i64 begin, i64 end) {
+    const RaytraceArgs& args = pass.args;
     const i64 N = args.sequence.experts, L = args.sequence.layers;
     const T floor = (T)args.sequence.rate_floor;
     for (i64 at = begin * L * N; at < end * L * N; at += N) {
-      const T *active = (const T*)call.active + at, *rates = (const T*)call.rates + at, *grad = (const T*)call.grad_mix + at;
-      T *grad_rates = (T*)call.grad_rates + at, *grad_active = call.grad_active ? (T*)call.grad_active + at : nullptr;
+      const T *active = (const T*)pass.call.active + at, *rates = (const T*)pass.call.rates + at, *grad = (const T*)pass.between.grad_mix + at;
+      T *grad_rates = (T*)pass.call.grad_rates + at, *grad_active = pass.call.grad_active ? (T*)pass.call.grad_active + at : nullptr;
       T total = 0, count = 0, sum = 0;
       for (i64 i = 0; i < N; ++i) {
         const T passed = active[i] * rates[i];
