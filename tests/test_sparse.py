@@ -227,6 +227,6 @@ def test_looks_are_the_same_whoever_runs():
     experts, hidden = MLPExperts(3, 5, 4), torch.randn(7, 4)
     active = (torch.rand(7, 3, 5) < 0.4).float()
     sparse, dense = (run(experts, hidden, active, active, "residual", True) for run in (run_sparse, run_dense))
-    assert sparse.shape == (3, 7, 4)
+    assert sparse.shape == (4, 7, 4)
     torch.testing.assert_close(sparse, dense)
     torch.testing.assert_close(sparse[-1], run_sparse(experts, hidden, active, active, "residual"))
