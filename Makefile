@@ -2,17 +2,25 @@
 PY := .venv/bin/python
 BIN := .venv/bin
 CORE := $(addprefix tests/,test_routing.py test_sequence.py test_layer.py test_tokens.py test_sparse.py models/test_classifier.py)
+PLAIN := RAYTRACED_OPERATIONS=plain $(PY) -m pytest -p no:cacheprovider $(CORE)
 KERNELS := tests/operations/test_sequence_triton.py
 
-.PHONY: demo test lint test-slow test-data test-triton test-gpu test-mutants bench reproduce screenshots docs wheels test-packages clean
+.PHONY: demo test test-whole lint lint-and-plain test-slow test-data test-triton test-gpu test-mutants bench reproduce screenshots docs wheels test-packages clean
 
 demo: .venv/installed
 	$(BIN)/raytraced train
 
-test: .venv/ready lint
+# Two at a time: while one waits for a process or a disk, the other has its core.
+test: .venv/ready
+	@$(MAKE) --no-print-directory -j2 test-whole lint-and-plain
+
+test-whole:
 	$(PY) -m pytest -n 2 --dist worksteal
-	@echo "the core again without the compiled operations: the plain path is the definition"
-	RAYTRACED_OPERATIONS=plain $(PY) -m pytest -n 2 --dist worksteal $(CORE)
+
+lint-and-plain: lint
+	@$(PLAIN) > .venv/plain.log 2>&1 || failed=1; \
+	echo "the core again without the compiled operations: the plain path is the definition"; \
+	cat .venv/plain.log; test -z "$$failed"
 
 lint: .venv/ready
 	$(BIN)/ruff check .

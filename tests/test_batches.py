@@ -81,20 +81,12 @@ def test_what_experts_make_of_a_row_is_its_own(stream, hidden_width, path):
 def test_one_call_for_few_rows_gives_what_steps_give_for_many(stream, weighting, path):
     layer, hidden = RaytracedExperts(6, 3, 4, reach=0.0), torch.randn(NUM, 6)
     gate = layer.router.gate["weight"], layer.router.gate["bias"]
-    options = {"weighting": weighting, "stream": stream, "stop": "drawn", "estimator": "reinmax", "temperature": 1.0}
+    parts_of = operations.Traced(layer.router.routing, layer.experts, gate, weighting, stream)
+    options = {"stop": "drawn", "estimator": "reinmax", "temperature": 1.0, "num_steps": 12}
     seed = new_seed(None, torch.device("cpu"))
 
     def run(rows):
-        out, route = operations.raytrace(
-            layer.router.routing,
-            layer.experts,
-            hidden[rows],
-            gate,
-            num_steps=12,
-            seed=seed,
-            rows_B=rows,
-            **options,
-        )
+        out, route = operations.raytrace(parts_of, hidden[rows], seed=seed, rows_B=rows, **options)
         return out, route.nodes, route.active, route.num_active, *route.rates
 
     whole = run(torch.arange(NUM))

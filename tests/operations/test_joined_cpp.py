@@ -28,16 +28,11 @@ def vectors(batch, layer):
     return given.to(layer.router.gate["weight"].dtype).requires_grad_()
 
 
-def chosen(layer, hidden, **changes):
-    router = layer.router
-    options = {
-        "weighting": router.weighting,
-        "stream": layer.stream,
-        "stop": router.stop,
-        "estimator": router.estimator,
-    }
-    options |= {"temperature": router.temperature, "num_steps": 3, "seed": None, "rows_B": None} | changes
-    return operations.raytrace.explain(router.routing, layer.experts, hidden, router.maps(), **options)
+def chosen(layer, hidden, weighting=None, **changes):
+    parts = layer.traced()._replace(**{"weighting": weighting} if weighting else {})
+    options = {"stop": layer.router.stop, "estimator": layer.router.estimator, "temperature": 1.0}
+    options |= {"num_steps": 3, "seed": None, "rows_B": None}
+    return operations.raytrace.explain(parts, hidden, **options | changes)
 
 
 def answers_and_gradients(layer, hidden, how=None, looks=True, **call):

@@ -39,13 +39,19 @@ class Layer(nn.Module):
         return (4 * torch.randn(batch, self.gate.in_features, generator=g, dtype=dtype),)
 
     def forward(self, hidden_BD, **changes):
-        return operations.raytrace(*self.parts(hidden_BD), **self.options | changes)
+        layer, options = self.traced(changes)
+        return operations.raytrace(layer, hidden_BD, **options)
 
     def chosen(self, hidden_BD, **changes):
-        return operations.raytrace.explain(*self.parts(hidden_BD), **self.options | changes).name
+        layer, options = self.traced(changes)
+        return operations.raytrace.explain(layer, hidden_BD, **options).name
 
-    def parts(self, hidden_BD):
-        return self.routing, self.experts, hidden_BD, (self.gate.weight, self.gate.bias, *self.sight)
+    def traced(self, changes):
+        options = self.options | changes
+        kinds = options.pop("weighting"), options.pop("stream")
+        return operations.Traced(
+            self.routing, self.experts, (self.gate.weight, self.gate.bias, *self.sight), *kinds
+        ), options
 
 
 def in_steps(layer, *rows, **changes):

@@ -128,14 +128,15 @@ def test_an_implementation_forced_on_what_it_cannot_run_says_so_in_one_line():
 @needs_library
 def test_a_composed_operation_obeys_in_its_parts():
     (routing, _), options = case()
-    args = (routing, MLPExperts(3, 4, 5), torch.randn(6, 5), (torch.randn(4, 5), torch.randn(4)))
+    maps = torch.randn(4, 5), torch.randn(4)
+    args = operations.Traced(routing, MLPExperts(3, 4, 5), maps, "rates", "last"), torch.randn(6, 5)
     with torch.no_grad():
         for word in ("plain", "cpp"):
             with operations.use(word):
-                name = operations.raytrace.explain(*args, weighting="rates", stream="last", **options).name
+                name = operations.raytrace.explain(*args, **options).name
                 assert name == {"plain": "steps", "cpp": "cpp"}[word]
     with operations.use("cpp"):  # gradients are wanted: its parts run in the library
-        hidden_BD, route = operations.raytrace(*args, weighting="rates", stream="last", **options)
+        hidden_BD, route = operations.raytrace(*args, **options)
     assert "_Eager" in type(route.active.grad_fn).__name__
     assert "_Eager" in type(hidden_BD.grad_fn).__name__
 

@@ -36,7 +36,7 @@ def experts_layer(hidden_BD):
 
 
 def raytrace(hidden_BD):
-    hidden_BD, _ = operations.raytrace(ROUTING, MLP, hidden_BD, GATE, weighting="rates", stream="last", **OPTIONS)
+    hidden_BD, _ = operations.raytrace(operations.Traced(ROUTING, MLP, GATE, "rates", "last"), hidden_BD, **OPTIONS)
     return hidden_BD.sin().sum()
 
 

@@ -149,7 +149,7 @@ def step(bench: Bench) -> Outcome:
 
 
 def epoch(bench: Bench) -> Outcome:
-    timings, runs, num_rounds = Timings(), {}, bench.settings.least_rounds
+    timings, runs, num_rounds = Timings(), {}, 3 * bench.settings.least_rounds  # a second each: noise is long, too
     for done in range(num_rounds):
         for name in ("mre", "top-k"):
             with tempfile.TemporaryDirectory() as folder:

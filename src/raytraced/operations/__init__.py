@@ -34,9 +34,10 @@ from raytraced.operations import (
     triton_sequence,
 )
 from raytraced.operations.cpp_gradients import unstacked as unstacked
+from raytraced.operations.cpp_raytrace import Traced as Traced
 from raytraced.operations.operation import OPERATIONS as OPERATIONS
 from raytraced.operations.operation import Implementation, Operation, use
-from raytraced.routing import RoutingNetwork, entry_rates, sight_logits
+from raytraced.routing import entry_rates, sight_logits
 from raytraced.sequence import WEIGHTINGS, Route, any_seen, unroll
 
 # sequence(routing, entry_BN, *, sight_BLNO, stop, estimator, temperature, num_steps, seed, rows_B) -> Route
@@ -109,29 +110,19 @@ experts_layer = Operation(
 )
 
 
-def raytrace_in_steps(
-    routing: RoutingNetwork,
-    grid: Experts,
-    hidden_BD: Tensor,
-    maps: tuple[Tensor, ...],
-    *,
-    weighting: str,
-    stream: Stream,
-    looks: bool = False,
-    **options: Any,
-) -> tuple[Tensor, Route]:
+def raytrace_in_steps(layer: Traced, hidden_BD: Tensor, *, looks: bool = False, **options: Any) -> tuple[Tensor, Route]:
     """Let rays in, find every row's sequence, weigh its experts and run them."""
-    weight_ND, bias_N, *seen = maps
+    weight_ND, bias_N, *seen = layer.maps
     entry_BN = entry_rates(hidden_BD, weight_ND, bias_N)
-    route = sequence(routing, entry_BN, sight_BLNO=sight_logits(hidden_BD, *seen) if seen else None, **options)
+    sight_BLNO = sight_logits(hidden_BD, *seen) if seen else None
+    route = sequence(layer.routing, entry_BN, sight_BLNO=sight_BLNO, **options)
     assert route.rates is not None
-    weights_BLN = WEIGHTINGS[weighting](route.active, route.rates.nodes)
-    return experts(grid, hidden_BD, route.active, weights_BLN, stream, looks), route
+    weights_BLN = WEIGHTINGS[layer.weighting](route.active, route.rates.nodes)
+    return experts(layer.grid, hidden_BD, route.active, weights_BLN, layer.stream, looks), route
 
 
-# raytrace(routing, grid, hidden_BD, maps, *, weighting, stream, looks=False, … as sequence) -> (hidden_BD, Route); with looks,
-# what hidden_BD would be after 0, 1, … layers (L + 1, B, D)
-# maps: the entry gate's (weight_ND, bias_N), and where gates see the hidden vector also (weight_RD, weight_LNOR)
+# raytrace(layer, hidden_BD, *, looks=False, … as sequence) -> (hidden_BD, Route); with looks, what hidden_BD would be after
+# 0, 1, … layers (L + 1, B, D)
 _PARTS = ("sequence", "experts")
 raytrace = Operation(
     "raytrace",

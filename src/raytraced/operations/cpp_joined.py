@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raytraced.grid import Experts, Stream
 from raytraced.operations import cpp_experts, cpp_raytrace, cpp_sequence
 from raytraced.operations import cpp_library as library
 from raytraced.operations.cpp_library import Int, LibraryCall, Pointer, Table, fields, table
-from raytraced.operations.cpp_raytrace import Maps
-from raytraced.routing import RoutingNetwork
+from raytraced.operations.cpp_raytrace import Traced
 from raytraced.sequence import Route
 
 
@@ -146,49 +144,35 @@ def _empty(spec, data, tensors) -> list[Tensor]:  # type: ignore[no-untyped-def]
 call = LibraryCall("raytraced_experts", forward, backward, _empty, num_answers=4, num_returned=6)
 
 
-def cannot(
-    routing: RoutingNetwork,
-    grid: Experts,
-    hidden_BD: Tensor,
-    maps: Maps,
-    *,
-    weighting: str,
-    stream: Stream,
-    looks: bool = False,
-    **options: Any,
-) -> str | None:
+def cannot(layer: Traced, hidden_BD: Tensor, *, looks: bool = False, **options: Any) -> str | None:
     """Why the library cannot do it."""
-    if looks and stream == "skip-sum":
+    if looks and layer.stream == "skip-sum":
         return "looks at a sum"
-    return cpp_raytrace.unfit(routing, grid, hidden_BD, maps, weighting)
+    return cpp_raytrace.unfit(layer, hidden_BD)
 
 
-def unless(routing: RoutingNetwork, grid: Experts, hidden_BD: Tensor, maps: Maps, **options: Any) -> str | None:
+def unless(layer: Traced, hidden_BD: Tensor, **options: Any) -> str | None:
     """Why the parts one by one are better."""
     if torch.compiler.is_compiling():
         return "torch.compile and torch.export see the parts as operators"
     if not torch.is_grad_enabled():
         return "no gradient is wanted"
-    return cpp_raytrace.too_large(grid)
+    return cpp_raytrace.too_large(layer.grid)
 
 
 def run(
-    routing: RoutingNetwork,
-    grid: Experts,
+    layer: Traced,
     hidden_BD: Tensor,
-    maps: Maps,
     *,
-    weighting: str,
-    stream: Stream,
     seed: Tensor | None,
     rows_B: Tensor | None,
     looks: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Route]:
     """Hidden vectors (B, D) -> hidden vectors (B, D), after 0, 1, … layers (L + 1, B, D) with `looks`, and the route."""
-    if looks and stream == "skip-sum":
+    if looks and layer.stream == "skip-sum":
         return NotImplemented
-    told = cpp_raytrace.tell(routing, grid, hidden_BD, maps, weighting, stream, options)
+    told = cpp_raytrace.tell(layer, hidden_BD, options)
     if told is None:
         return NotImplemented
     data = cpp_sequence.draws(seed, rows_B)

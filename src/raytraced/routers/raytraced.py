@@ -251,12 +251,8 @@ class RaytracedExperts(RoutedLayer):
         if select not in ("greedy", "sample") or (budget is not None and (type(budget) is not int or budget < 0)):
             check_sequence_options(select=select, stop=router.stop, estimator=router.estimator, max_experts=budget)
         answer, route = operations.raytrace(
-            routing,
-            self.experts,
+            self.traced(),
             hidden_BD,
-            router.maps(),
-            weighting=router.weighting,
-            stream=self.stream,
             looks=call.looks,
             stop=router.stop,
             estimator=router.estimator,
@@ -266,6 +262,11 @@ class RaytracedExperts(RoutedLayer):
             rows_B=call.rows,
         )
         return looked(answer, call, route)
+
+    def traced(self) -> operations.Traced:
+        """What one call may run as a whole."""
+        router = self.router
+        return operations.Traced(router.routing, self.experts, router.maps(), router.weighting, self.stream)
 
     def extra_repr(self) -> str:
         return f"stream={self.stream}, mask_gradient={self.mask_gradient}"
