@@ -76,7 +76,7 @@ def draw(workloads: dict[str, Any], path: Path) -> None:
         told = f"{row['ratio']:.3g}"
         axes.annotate(told, (ends[1], place), (6, 0), textcoords="offset points", va="center", bbox=white)
     axes.axvline(1, color="black", linewidth=1)
-    axes.set(xscale="log", xlabel="ratio, with its quartiles (log): left of the line the first is faster, or smaller")
+    axes.set(xscale="log", xlabel="ratio, with its quartiles (log)\nleft of the line the first is faster, or smaller")
     axes.set_yticks(range(len(rows)), [f"{name}:  {row['what']} ÷ {row['against']}" for name, row in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.spines[["top", "right"]].set_visible(False)
