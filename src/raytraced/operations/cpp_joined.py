@@ -67,10 +67,12 @@ def _parts(spec, tensors) -> tuple[Sequence[Tensor], ...]:  # type: ignore[no-un
     return tensors[1:first], tensors[first:second], tensors[second:]
 
 
-def _make_call(spec, data, hidden_BD, chunk, num_chunks, route) -> Call:  # type: ignore[no-untyped-def]
+def _make_call(spec, data, tensors, route) -> Call:  # type: ignore[no-untyped-def]
     """What both passes tell."""
-    pointers = [tensor.data_ptr() for tensor in (*route, hidden_BD, *data)]
-    return Call(len(hidden_BD), torch.get_num_threads(), chunk, num_chunks, *pointers)
+    B, num_linears = len(tensors[0]), len(spec) + _SEQUENCE - 6
+    chunk = cpp_experts.chunk_rows(B, int(spec[_SEQUENCE]), tensors[-2 * num_linears : -num_linears])
+    pointers = [tensor.data_ptr() for tensor in (*route, tensors[0], *data)]
+    return Call(B, torch.get_num_threads(), chunk, max(1, -(-B // chunk)), *pointers)
 
 
 def _places(spec, hidden_BD: Tensor, answer: Tensor) -> tuple[int | None, ...]:  # type: ignore[no-untyped-def]
@@ -81,13 +83,12 @@ def _places(spec, hidden_BD: Tensor, answer: Tensor) -> tuple[int | None, ...]: 
 
 def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyped-def]
     """The experts' answer and the route; kept besides: what passes from one part to the next."""
-    hidden_BD, num_linears = tensors[0], len(spec) + _SEQUENCE - 6
+    hidden_BD = tensors[0]
     (B, D), (N, L, T) = hidden_BD.shape, (int(number) for number in (spec[3], *spec[_SEQUENCE:][:2]))
-    chunk = cpp_experts.chunk_rows(B, L, tensors[-2 * num_linears : -num_linears])
     real, args = hidden_BD.new_empty, _tell(spec, tensors)
     route = cpp_sequence.empty_route(B, L, N, T, real, _whole.new_empty)
     answer = real(L + 1, B, D) if spec[0] else real(B, D)
-    call = _make_call(spec, data, hidden_BD, chunk, max(1, -(-B // chunk)), route)
+    call = _make_call(spec, data, tensors, route)
     call.out, call.states, call.start = _places(spec, hidden_BD, answer)
     memory = _byte.new_empty(_bytes(args, call))
     call.memory = memory.data_ptr()
@@ -102,7 +103,7 @@ def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyp
 
 def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[no-untyped-def]
     """Gradients of hidden, maps, gates, weights and biases."""
-    hidden_BD, num_linears = tensors[0], len(spec) + _SEQUENCE - 6
+    hidden_BD = tensors[0]
     nodes_BT, num_active_B, active_BLN, rates_BLN, output_B, answer, memory, pairs = kept
     grad_answer, grad_active, grad_rates, grad_output = grads
     if grad_answer is None:
@@ -115,10 +116,7 @@ def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[
         grad_active = torch.zeros_like(active_BLN) if grad_active is None else grad_active.clone()
     gradients = [tensor.new_empty(tensor.shape) for tensor in tensors]
     maps, gates, parameters = _parts(spec, gradients)
-    B = len(hidden_BD)
-    chunk = cpp_experts.chunk_rows(B, int(spec[_SEQUENCE]), tensors[-2 * num_linears : -num_linears])
-    route = active_BLN, rates_BLN, output_B, nodes_BT, num_active_B
-    call = _make_call(spec, data, hidden_BD, chunk, max(1, -(-B // chunk)), route)
+    call = _make_call(spec, data, tensors, (active_BLN, rates_BLN, output_B, nodes_BT, num_active_B))
     call.memory, call.pairs, call.gradients = memory.data_ptr(), pairs.data_ptr(), table(parameters)
     call.out, call.states, _ = _places(spec, hidden_BD, answer)
     call.grad_out, call.grad_states, call.grad_start = _places(spec, hidden_BD, grad_answer)

@@ -55,9 +55,9 @@ class Objective(nn.Module):
         share = self.world_size / num_global
         # an answer after each layer, or the last alone: what each counts
         answers = out.logits[None] if out.looks is None else out.looks
-        last = 1.0 if out.looks is None else 1 - config.look_loss
-        weights = [config.look_loss / (len(answers) - 1)] * (len(answers) - 1) if len(answers) > 1 else []
-        weights.append(last * (1 - config.anytime_loss * len(out.answers)))
+        earlier = len(answers) - 1
+        last = 1 - config.look_loss * bool(earlier)
+        weights = [config.look_loss / max(1, earlier)] * earlier + [last * (1 - config.anytime_loss * len(out.answers))]
         losses = task.each_of(answers, batch, config.label_smoothing)
         sums = losses.flatten(1).sum(1)
         loss = sums @ sums.new_tensor(weights) * share
