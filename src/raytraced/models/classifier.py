@@ -15,6 +15,7 @@ from raytraced import operations
 from raytraced.draws import fixed_draws
 from raytraced.layer import Call, LayerOutput, Look, Looks, RoutedLayer, Work
 from raytraced.models.output import Judge, LookAt, Model, Output, linear_work
+from raytraced.models.sure import answer_when_sure
 from raytraced.routers.prefixes import expert_looks, prefixes
 from raytraced.routers.raytraced import RaytracedExperts
 from raytraced.sequence import Select
@@ -158,8 +159,30 @@ class Classifier(Model):
         """What a layer's vectors say."""
         return Output(self.head(out.hidden), (out.route,), out.loss)
 
-    def looks(self, inputs: Tensor, look: LookAt = "layer", **options: Any) -> Looks[Output]:
+    def until_sure(
+        self,
+        inputs: Tensor,
+        sure: list[float],
+        look: LookAt,
+        mask: Tensor | None,
+        deadline: float | None,
+        **options: Any,
+    ) -> Output:
+        if not isinstance(self.layer, RaytracedExperts) or look != "layer" or deadline is not None:
+            return super().until_sure(inputs, sure, look, mask, deadline, **options)
         hidden_BD, call = self.input_block(inputs), Call(**options)
+
+        def in_looks() -> operations.Answered:
+            out = answer_when_sure(self._looks(hidden_BD, look, call), sure, mask)
+            return out.logits, out.routes[0], out.num_looks
+
+        logits_BY, route, looks_B = self.layer.until_sure(hidden_BD, call, self.head, sure, mask, in_looks)
+        return Output(logits_BY, (route,), num_looks=looks_B)
+
+    def looks(self, inputs: Tensor, look: LookAt = "layer", **options: Any) -> Looks[Output]:
+        return self._looks(self.input_block(inputs), look, Call(**options))
+
+    def _looks(self, hidden_BD: Tensor, look: LookAt, call: Call) -> Looks[Output]:
         if look == "layer":
             steps = self.layer.looks(hidden_BD, call)
         else:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from raytraced.layer import Looks, RoutedLayer, Work
 from raytraced.models.card import ModelCard
-from raytraced.models.sure import Sure, answer_when_sure
+from raytraced.models.sure import Sure, answer_when_sure, check_sure
 from raytraced.sequence import Route, Select
 from raytraced.words import require
 
@@ -76,8 +76,20 @@ class Model(nn.Module):
             sure, look = found["sure"], look or found["look"]
         require(max_ms is None or max_ms > 0, "max_ms", max_ms, "must be above 0")
         deadline = None if max_ms is None else started + max_ms / 1000
-        looks = self.looks(inputs, look or "layer", **options)
-        return answer_when_sure(looks, 1.0 if sure is None else sure, mask, deadline)  # type: ignore[arg-type]
+        thresholds = check_sure(1.0 if sure is None else sure)  # type: ignore[arg-type]
+        return self.until_sure(inputs, thresholds, look or "layer", mask, deadline, **options)
+
+    def until_sure(
+        self,
+        inputs: Tensor,
+        sure: list[float],
+        look: LookAt,
+        mask: Tensor | None,
+        deadline: float | None,
+        **options: Any,
+    ) -> Output:
+        """The first answer of each sample that reaches its look's threshold; a deadline, in perf_counter's time, ends all."""
+        return answer_when_sure(self.looks(inputs, look, **options), sure, mask, deadline)
 
     def run(
         self,

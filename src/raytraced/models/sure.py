@@ -55,12 +55,15 @@ def answers_until_sure(
         kept_n = unsure_n.nonzero()[:, 0]
         if not len(kept_n) or (deadline is not None and perf_counter() >= deadline):
             return
+        all_go_on = len(kept_n) == len(unsure_n)
         try:
-            out, ended_n = looks.send(kept_n)
+            out, ended_n = looks.send(None if all_go_on else kept_n)
         except StopIteration:
             return
-        rows_n = kept_n if rows_n is None else rows_n[kept_n]
-        total = _put(total, out, rows_n)
+        if not all_go_on:
+            rows_n = kept_n if rows_n is None else rows_n[kept_n]
+        # one image, or rows that nobody has left yet: nothing to put in place
+        total = out._replace(num_looks=total.num_looks + 1) if rows_n is None else _put(total, out, rows_n)
 
 
 def _put(total: Any, out: Any, rows_n: Tensor) -> Any:

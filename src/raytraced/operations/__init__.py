@@ -29,12 +29,14 @@ from raytraced.operations import (
     cpp_library,
     cpp_raytrace,
     cpp_sequence,
+    cpp_sure,
     grouped_experts,
     sharded_experts,
     triton_sequence,
 )
 from raytraced.operations.cpp_gradients import unstacked as unstacked
 from raytraced.operations.cpp_raytrace import Traced as Traced
+from raytraced.operations.cpp_sure import Answered as Answered
 from raytraced.operations.operation import OPERATIONS as OPERATIONS
 from raytraced.operations.operation import Implementation, Operation, use
 from raytraced.routing import entry_rates, sight_logits
@@ -132,6 +134,19 @@ raytrace = Operation(
     Implementation("joined", cpp_joined.run, "cpp", cpp_joined.cannot, cpp_joined.unless, _PARTS, declines=True),
     # the entry gate, `sequence`, the weighting, `experts`, each by its own choice
     Implementation("steps", raytrace_in_steps, "steps"),
+)
+
+# until_sure(layer, hidden_BD, head, sure, mask_B, in_looks, *, stop, estimator, temperature, num_steps)
+# -> (logits_BY, Route, num_looks_B): the first sure answer of each row, looked at before the first layer and after each;
+# `in_looks()` does the same as RoutedLayer.looks defines it
+until_sure = Operation(
+    "until_sure",
+    # all of it in one call: small experts without gradients, where a look's many calls cost more than its arithmetic
+    Implementation(
+        "cpp", cpp_sure.run, "", cpp_sure.cannot, cpp_sure.unless, (*_PARTS, "experts_layer"), declines=True
+    ),
+    # layer by layer, each operation by its own choice
+    Implementation("steps", lambda *args, **options: args[5](), "steps"),
 )
 
 

@@ -3,9 +3,9 @@
 Axes: B batch, L layers, N experts a layer, O = N + 1 outlets of a gate, D width, T steps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -246,22 +246,42 @@ class RaytracedExperts(RoutedLayer):
             assert plan.route is not None
             answer = run_dense(self.experts, hidden_BD, plan.active, plan.weights, self.stream, call.looks, True)
             return looked(answer, call, plan.route)
-        router, budget = self.router, call.max_experts
-        routing, select = router.routing, router.how(call)
-        if select not in ("greedy", "sample") or (budget is not None and (type(budget) is not int or budget < 0)):
-            check_sequence_options(select=select, stop=router.stop, estimator=router.estimator, max_experts=budget)
+        how = self.router.how(call)
+        options = self.options(how, call.max_experts)
+        seed = new_seed(call.generator, hidden_BD.device) if how == "sample" else None
         answer, route = operations.raytrace(
-            self.traced(),
-            hidden_BD,
-            looks=call.looks,
-            stop=router.stop,
-            estimator=router.estimator,
-            temperature=router.temperature,
-            num_steps=routing.num_nodes if budget is None else min(budget, routing.num_nodes),
-            seed=new_seed(call.generator, hidden_BD.device) if select == "sample" else None,
-            rows_B=call.rows,
+            self.traced(), hidden_BD, looks=call.looks, seed=seed, rows_B=call.rows, **options
         )
         return looked(answer, call, route)
+
+    def until_sure(
+        self,
+        hidden_BD: Tensor,
+        call: Call,
+        head: nn.Module,
+        sure: Sequence[float],
+        mask_B: Tensor | None,
+        in_looks: Callable[[], operations.Answered],
+    ) -> operations.Answered:
+        """What the output layer says of each row when it is sure first; `in_looks` asks it after one layer and the next."""
+        how = self.router.how(call)
+        if how != "greedy":  # draws wait until it is known that someone goes on
+            return in_looks()
+        self.check(hidden_BD)
+        options = self.options(how, call.max_experts)
+        return operations.until_sure(self.traced(), hidden_BD, head, sure, mask_B, in_looks, **options)
+
+    def options(self, select: Select, budget: int | None) -> dict[str, Any]:
+        """Those of a sequence, checked."""
+        router, num_nodes = self.router, self.router.routing.num_nodes
+        if select not in ("greedy", "sample") or (budget is not None and (type(budget) is not int or budget < 0)):
+            check_sequence_options(select=select, stop=router.stop, estimator=router.estimator, max_experts=budget)
+        return {
+            "stop": router.stop,
+            "estimator": router.estimator,
+            "temperature": router.temperature,
+            "num_steps": num_nodes if budget is None else min(budget, num_nodes),
+        }
 
     def traced(self) -> operations.Traced:
         """What one call may run as a whole."""

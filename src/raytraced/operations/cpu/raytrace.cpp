@@ -18,35 +18,16 @@ namespace {
 
 enum Purpose { BETWEEN = 3 };
 
-// Hands out aligned pieces of one block of memory, for numbers of some size.
-struct Pieces {
-  char* next;
-  long long number;
-  void* bytes(long long count) {
-    char* piece = next;
-    next += (count + 63) / 64 * 64;
-    return piece;
-  }
-  void* numbers(long long count) { return bytes(count * number); }
-};
-
 struct Pass : RaytracePass {
   RaytraceKernel kernel;
   long long range, num_ranges;
   char* partial = nullptr;
 
-  Pass(const RaytraceArgs& args, const RaytraceCall& call) : RaytracePass{args, call, {}}, kernel(choose(args)) {
+  Pass(const RaytraceArgs& args, const RaytraceCall& call) : RaytracePass{args, call, {}}, kernel(raytrace_kernel(args)) {
     const long long smallest = 64, most = 32;
     range = (call.batch + most - 1) / most;
     range = range < smallest ? smallest : range;
     num_ranges = (call.batch + range - 1) / range;
-  }
-
-  static RaytraceKernel choose(const RaytraceArgs& args) {
-#if defined(__x86_64__)
-    if (instructions() == Instructions::avx2) return raytrace_kernel_avx2(args);
-#endif
-    return raytrace_kernel_baseline(args);
   }
 
   long long number() const { return args.sequence.is_double ? 8 : 4; }
@@ -189,6 +170,14 @@ struct Pass : RaytracePass {
 };
 
 }  // namespace
+
+RaytraceKernel raytrace_kernel(const RaytraceArgs& args) {
+#if defined(__x86_64__)
+  if (instructions() == Instructions::avx2) return raytrace_kernel_avx2(args);
+#endif
+  return raytrace_kernel_baseline(args);
+}
+
 }  // namespace raytraced
 
 // Hidden vectors to hidden vectors, with what was activated for them, shaped as in sequence.h; returns 0, or 1 where memory has

@@ -34,6 +34,16 @@ struct RaytraceCall {
   void* const* gradients;
 };
 
+// As class Call in cpp_sure.py: vectors to answers, of which each row takes the first that is sure enough. Y classes, S steps.
+struct SureCall {
+  long long batch, threads, classes;
+  const void *hidden, *weight, *bias;      // (B, D); the output layer's (Y, D) and (Y)
+  const double* thresholds;                // (L + 1), of the largest probability, before the first layer and after each
+  const unsigned char* mask;               // (B), null for ones: a row of 0 is not looked at, and has its first answer
+  void *logits, *active;                   // (B, Y), (B, L, N): who ran
+  long long *nodes, *num_active, *num_looks;  // (B, S): the whole sequence, if it was asked for; (B), (B)
+};
+
 // What passes from one part to the next.
 struct RaytraceBetween {
   void *entry, *seen, *mix, *states;       // (B, N), (B, R), (B, L, N); as in experts.h, and so all that follow
@@ -41,6 +51,18 @@ struct RaytraceBetween {
   long long* pair_offsets;
   void *results, *inner[16];
   void *grad_mix, *grad_results, *grad_entry, *grad_seen;
+};
+
+// Hands out aligned pieces of one block of memory, for numbers of some size.
+struct Pieces {
+  char* next;
+  long long number;
+  void* bytes(long long count) {
+    char* piece = next;
+    next += (count + 63) / 64 * 64;
+    return piece;
+  }
+  void* numbers(long long count) { return bytes(count * number); }
 };
 
 struct RaytracePass {
@@ -60,8 +82,11 @@ struct RaytraceKernel {
   void (*weigh_back)(const RaytracePass&, long long begin, long long end);
   // Adds to grad_hidden; the gradient of the maps, one after the other, goes into `partial`.
   void (*enter_back)(const RaytracePass&, void* partial, long long begin, long long end);
+  // The logits of one row from its vector; whether they are sure enough for a look.
+  bool (*answer)(const SureCall&, const void* vector, long long dim, long long row, long long look);
 };
 
+RaytraceKernel raytrace_kernel(const RaytraceArgs&);
 RaytraceKernel raytrace_kernel_baseline(const RaytraceArgs&);
 RaytraceKernel raytrace_kernel_avx2(const RaytraceArgs&);
 

@@ -106,7 +106,17 @@ template <typename T> struct Raytrace {
     }
   }
 
-  static RaytraceKernel kernel() { return {enter, weigh, weigh_back, enter_back}; }
+  static bool answer(const SureCall& call, const void* vector, i64 dim, i64 row, i64 look) {
+    const T *weight = (const T*)call.weight, *bias = (const T*)call.bias;
+    T* logits = (T*)call.logits + row * call.classes;
+    for (i64 y = 0; y < call.classes; ++y) logits[y] = bias[y] + dot(weight + y * dim, (const T*)vector, dim);
+    T most = logits[0], total = 0;
+    for (i64 y = 1; y < call.classes; ++y) most = most >= logits[y] ? most : logits[y];
+    for (i64 y = 0; y < call.classes; ++y) total += exp(logits[y] - most);
+    return !(1 / total < (T)call.thresholds[look]);
+  }
+
+  static RaytraceKernel kernel() { return {enter, weigh, weigh_back, enter_back, answer}; }
 };
 
 static RaytraceKernel raytrace_kernel(const RaytraceArgs& args) {

@@ -1,0 +1,180 @@
+"""Stopping when sure in one library call answers as the looks one by one do, and steps back for all that only these can do."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import raytraced as rt
+from raytraced import operations
+from raytraced.layer import Call
+from raytraced.sequence import WEIGHTINGS
+
+pytestmark = pytest.mark.skipif(not operations.available(), reason=f"compiled operations {operations.why_not()}")
+
+SHAPE = (1, 4, 4)
+
+
+@pytest.fixture(autouse=True)
+def _no_gradient():
+    with torch.no_grad():
+        yield
+
+
+def make(seed=3, dtype=torch.float64, num_classes=5, **options):
+    torch.manual_seed(seed)
+    options = {"reach": 10.0, "num_layers": 3, "estimator": "reinmax"} | options  # sequences that reach every layer
+    model = rt.build("mre", image_shape=SHAPE, num_classes=num_classes, **options).to(dtype).eval()
+    model.head.weight.data.mul_(6)  # answers of every degree of sureness
+    if model.layer.router.sight_in is not None:
+        model.layer.router.sight_out.data.normal_()
+    return model
+
+
+def images(batch, dtype=torch.float64):
+    return 4 * torch.rand(batch, *SHAPE, generator=torch.Generator().manual_seed(batch), dtype=dtype) - 2
+
+
+def counted(model):
+    """A word for each time that the looks one by one are asked."""
+    asked = []
+    steps = model._looks
+    model._looks = lambda *args: asked.append("steps") or steps(*args)
+    return asked
+
+
+def assert_same(this, that, atol=1e-11):
+    (route,), (expected,) = this.routes, that.routes
+    torch.testing.assert_close(this.logits, that.logits, rtol=0, atol=atol)
+    assert torch.equal(this.num_looks, that.num_looks)
+    assert torch.equal(route.active, expected.active)
+    assert torch.equal(route.num_active, expected.num_active)
+    if expected.nodes is None:  # nobody went on
+        assert bool((route.nodes == -1).all())
+    else:
+        assert torch.equal(route.nodes, expected.nodes)
+
+
+def compare(model, batch, **options):
+    asked = counted(model)
+    found = model(images(batch), **options)
+    assert not asked, "the looks one by one answered"
+    with operations.use(until_sure="steps"):
+        expected = model(images(batch), **options)
+    assert asked == ["steps"]
+    assert_same(found, expected)
+    return found
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("stream", ["residual", "skip-sum", "last"])
+@pytest.mark.parametrize("sure", [0.0, 0.6, [0.95, 0.4, 0.8], 1.0])
+def test_one_call_answers_as_the_looks_do(weighting, stream, sure):
+    for batch in (1, 7, 300):
+        compare(make(weighting=weighting, stream=stream), batch, sure=sure)
+
+
+def test_rows_stop_at_every_look():
+    assert make()(images(300), sure=0.6).num_looks.unique().tolist() == [1, 2, 3, 4]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_layers=st.integers(1, 5),
+    num_experts=st.integers(1, 9),
+    dim=st.integers(1, 20),
+    num_hidden=st.integers(1, 3),
+    num_classes=st.integers(1, 11),
+    sight_rank=st.integers(0, 3),
+    budget=st.none() | st.integers(0, 6),
+    batch=st.integers(0, 20),
+    sure=st.floats(0, 1),
+)
+def test_every_size_answers_as_its_looks_do(
+    num_layers, num_experts, dim, num_hidden, num_classes, sight_rank, budget, batch, sure
+):
+    sizes = {"num_layers": num_layers, "num_experts": num_experts, "dim": dim, "num_hidden": num_hidden}
+    with torch.no_grad():
+        model = make(num_classes=num_classes, sight_rank=sight_rank if num_layers > 1 else 0, **sizes)
+        compare(model, batch, sure=sure, max_experts=budget)
+
+
+def test_rows_under_a_mask_have_their_first_answer():
+    mask = torch.arange(300) % 3 > 0
+    found = compare(make(), 300, sure=0.9, mask=mask)
+    assert torch.equal(found.num_looks > 0, mask)
+    assert not found.num_experts[~mask].any()
+
+
+def test_single_precision_answers_within_rounding():
+    model = make(dtype=torch.float32)
+    found = model(images(300, torch.float32), sure=0.8)
+    with operations.use("plain"):
+        expected = model(images(300, torch.float32), sure=0.8)
+    assert_same(found, expected, 1e-4)
+
+
+def test_neither_threads_nor_other_rows_change_an_answer():
+    model, before = make(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = model(images(700), sure=0.8)
+        torch.set_num_threads(2)
+        assert_same(model(images(700), sure=0.8), alone, 0)
+    finally:
+        torch.set_num_threads(before)
+    hidden = model.input_block(images(700))  # a product of PyTorch's, which does depend on the other rows
+    whole, some = (
+        model.layer.until_sure(rows, Call(), model.head, [0.8], None, pytest.fail) for rows in (hidden, hidden[13:290])
+    )
+    for one, other in zip((whole[0], *whole[1][:3], whole[2]), (some[0], *some[1][:3], some[2]), strict=True):
+        assert torch.equal(one[13:290], other)
+
+
+def test_a_changed_output_layer_is_seen():
+    model = make()
+    before = model(images(9), sure=0.8).logits
+    model.head.bias += torch.randn(5)
+    compare(model, 9, sure=0.8)
+    assert not torch.equal(model(images(9), sure=0.8).logits, before)
+
+
+class Own(nn.Linear):
+    """An output layer that somebody wrote."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_what_one_call_cannot_do_the_looks_do():
+    def asks(model=None, **options):
+        model = model or make()
+        asked = counted(model)
+        model(images(3), **{"sure": 0.8} | options)
+        return len(asked)
+
+    assert asks() == 0
+    assert asks(select="sample", generator=torch.Generator().manual_seed(0)) == 1
+    assert asks(look="expert") == asks(max_ms=1e6) == 1
+    with torch.enable_grad():
+        assert asks() == 1
+    half = make(dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        asked = counted(half)
+        half(images(3, torch.bfloat16), sure=0.8)
+        assert asked == ["steps"]
+    own = make()
+    own.head = Own(16, 5).double()
+    assert asks(own) == 1
+    no_bias = make()
+    no_bias.head = nn.Linear(16, 5, bias=False).double()
+    assert asks(no_bias) == 1
+    turned = make()
+    turned.head.weight.data = turned.head.weight.data.t().contiguous().t()
+    assert asks(turned) == 1
+    with operations.use(experts_layer="dense"):
+        assert asks() == 1
+    with operations.use("plain"):
+        assert asks() == 1
+    assert asks(make(hidden=600)) == 1  # experts so large that calls cost little beside them
