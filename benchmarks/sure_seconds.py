@@ -5,7 +5,9 @@
 
 MRE is the model that comes with the package, on the union seed 0 as all others are. Thresholds from validation images,
 the cheapest that loses at most 0.1 points. Contenders take turns; a time for 1,000 is the median of them, that for one image
-the mean. The first 10 × 1,000 test images, then the first 400 of them one by one.
+the mean. The first 10 × 1,000 test images, then the first 400 of them one by one. `to the end` is the same model without a
+look. MRE stops inside one call of the compiled library; rivals, and `mre, layer by layer`, in PyTorch's operators.
+Multiply-adds compare the methods, times these implementations of them.
 """
 
 import argparse
@@ -15,7 +17,7 @@ from typing import Any
 
 import torch
 
-from raytraced import load
+from raytraced import load, operations
 from raytraced.benchmark.timing import Contender, Settings, interleave
 from raytraced.commands.reproduce import find_plan
 from raytraced.reproduce.plan import FULL
@@ -28,10 +30,18 @@ HERE = Path(__file__).parent
 SETTINGS = Settings(rounds=30, sample_seconds=0.05, seconds=60, least_rounds=7, latencies=2000, train_steps=0)
 
 
-def stopper(name: str, model: Any, batches: list[torch.Tensor], sure: float) -> Contender:
+def stopper(name: str, model: Any, batches: list[torch.Tensor], sure: float | None) -> Contender:
     """Every call answers the next batch."""
     queue = cycle(batches)
-    return Contender(name, torch.inference_mode()(lambda: model(next(queue), sure=sure)))
+
+    def answer() -> None:
+        model(next(queue), sure=sure)
+
+    def answer_in_steps() -> None:
+        with operations.use(until_sure="steps"):
+            answer()
+
+    return Contender(name, torch.inference_mode()(answer_in_steps if name.endswith("layer by layer") else answer))
 
 
 def study(data: str, work: Path) -> Table:
@@ -46,10 +56,14 @@ def study(data: str, work: Path) -> Table:
     place = {"rank": 0, "world_size": 1, "device": torch.device("cpu")}
     images = [batch.inputs for batch in task.loader(loaded, "test", 1000, {}, shuffle=False, **place).epoch(0)][:10]
     for label, model in found.items():
-        sure = calibrate(look_at_all(model, task, loaded, "validation", "layer"), 0.1)
-        told[label] = look_at_all(model, task, loaded, "test", "layer").stop(sure)
-        many.append(stopper(label, model, images, sure))
-        single.append(stopper(label, model, list(images[0][:400].split(1)), sure))
+        seen, shown = (look_at_all(model, task, loaded, split, "layer") for split in ("validation", "test"))
+        sure = calibrate(seen, 0.1)
+        told |= {label: shown.stop(sure), f"{label}, to the end": shown.to_the_end}
+        ways = {label: sure, f"{label}, to the end": None}
+        if label == "mre":
+            ways[f"{label}, layer by layer"], told[f"{label}, layer by layer"] = sure, told[label]
+        many += [stopper(name, model, images, threshold) for name, threshold in ways.items()]
+        single += [stopper(name, model, list(images[0][:400].split(1)), threshold) for name, threshold in ways.items()]
     thousand, one = interleave(many, SETTINGS), interleave(single, SETTINGS, single_calls=True)
     rows = []
     for wide, narrow in zip(many, single, strict=True):
