@@ -5,7 +5,8 @@ a sample (images have one, texts many), L layers, N experts a layer.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from raytraced.models.output import Model
 from raytraced.models.table import build, find_model, model_names
+from raytraced.words import require
+
+S = TypeVar("S", bound=Sized)
 
 
 class Batch(NamedTuple):
@@ -31,14 +35,53 @@ class Batch(NamedTuple):
         return self.targets.numel() if self.mask is None else self.mask.sum()
 
 
-class Loader(Protocol):
-    """Batches of a split, a pure function of the seed and the epoch; its length is their number, in every process the same."""
+@dataclass(repr=False, eq=False)
+class Loader(ABC, Generic[S]):
+    """Batches of a split on one device, a pure function of the seed and the epoch; `batch_size` is that of all ranks together.
 
-    batch_size: int  # of all processes together
+    Rank r of W takes its contiguous slice of every global batch, so that any W sees the same global batches; the last
+    batch of an epoch may be smaller, and a rank's slice of it empty.
+    """
 
-    def __len__(self) -> int: ...
+    split: S
+    batch_size: int
+    _: KW_ONLY
+    seed: int = 0
+    shuffle: bool = True
+    rank: int = 0
+    world_size: int = 1
+    device: str | torch.device = "cpu"
 
-    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]: ...
+    def __post_init__(self) -> None:
+        size = f"world_size={self.world_size}"
+        require(self.batch_size >= self.world_size, "batch_size", self.batch_size, f"must be at least {size}")
+        require(0 <= self.rank < self.world_size, "rank", self.rank, f"must be 0 … {self.world_size - 1}, {size}")
+        if self.num_samples == 0:
+            raise ValueError("split: has no samples")
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples an epoch takes."""
+        return len(self.split)
+
+    def __len__(self) -> int:
+        """How many batches an epoch has, the same on every rank."""
+        return -(-self.num_samples // self.batch_size)
+
+    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from `start_batch` on, exactly those that a whole epoch would have given."""
+        require(epoch >= 0, "epoch", epoch, "must be at least 0")
+        require(0 <= start_batch <= len(self), "start_batch", start_batch, f"an epoch has {len(self)} batches")
+        return self.batches(epoch, range(start_batch, len(self)))
+
+    @abstractmethod
+    def batches(self, epoch: int, numbers: range) -> Iterator[Batch]:
+        """This rank's slices of some batches of an epoch, by their numbers."""
+
+    def rows(self, number: int) -> slice:
+        """The rows of a global batch that are this rank's."""
+        size = min(self.batch_size, self.num_samples - number * self.batch_size)
+        return slice(*(size * rank // self.world_size for rank in (self.rank, self.rank + 1)))
 
 
 class Data(Protocol):
@@ -78,7 +121,7 @@ class Task(ABC, Generic[D]):
         """A data set by its name or path; options are --data_options."""
 
     @abstractmethod
-    def loader(self, data: D, split: str, batch_size: int, options: dict[str, Any], **place: Any) -> Loader:
+    def loader(self, data: D, split: str, batch_size: int, options: dict[str, Any], **place: Any) -> Loader[Any]:
         """The batches of a split ("train", "validation", "test"); place: seed, shuffle, rank, world_size, device."""
 
     @abstractmethod

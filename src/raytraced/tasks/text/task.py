@@ -13,8 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from raytraced.models.output import Model
 from raytraced.tasks.task import Batch, Table, Task
-from raytraced.tasks.text.dataset import Dataset
-from raytraced.tasks.text.loader import Loader
+from raytraced.tasks.text.dataset import Dataset, Loader
 from raytraced.tasks.text.loading import load
 from raytraced.words import did_you_mean
 
