@@ -132,10 +132,6 @@ class NextByte(Task[Text]):
     def spec(self, data: Text) -> dict[str, Any]:
         return {"window": data.train.inputs.shape[-1]}
 
-    def check(self, data: Text) -> None:
-        if not data.train.mask.any():
-            raise ValueError(f"{data.name}: is too short to learn from")
-
     def check_fits(self, model: Model, data: Text) -> None:
         if model.card.spec != self.spec(data):
             raise ValueError(f"data={data.name}: its windows are not those of {model.name}")

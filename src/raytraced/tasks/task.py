@@ -15,8 +15,14 @@ from torch import Tensor
 
 from raytraced.models.output import Model
 from raytraced.models.table import build, find_model, model_names
-from raytraced.words import require
+from raytraced.words import did_you_mean, require
 
+KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    int | None: "a whole number",
+    str: "a path",
+}  # of options of data
 S = TypeVar("S", bound=Sized)
 
 
@@ -113,12 +119,23 @@ class Task(ABC, Generic[D]):
     """of its models (see models/table.py), where they are all of one"""
     measured: ClassVar[tuple[str, ...]] = ()
     """the entries of its spec that are figures of the data: more data of the same kind may change them"""
+    options: ClassVar[dict[str, Any]] = {}
+    """--data_options, and the type of each"""
     formats: ClassVar[dict[str, str]]
     """the figures that progress and tables show, and how each is written"""
 
     @abstractmethod
     def load(self, data: str, root: str | None = None, **options: Any) -> D:
-        """A data set by its name or path; options are --data_options."""
+        """A data set by its name or path, options are --data_options; refuses what nothing can be learnt from, in one line."""
+
+    def check_options(self, given: dict[str, Any]) -> None:
+        """Refuse --data_options that there are not, or of another type."""
+        for name, value in given.items():
+            if name not in self.options:
+                known = did_you_mean(name, self.options)
+                raise ValueError(f"data option {name}: data of the task {self.name} has no such option; {known}")
+            fits = isinstance(value, self.options[name]) and (self.options[name] is bool) == isinstance(value, bool)
+            require(fits, f"data option {name}", repr(value), f"must be {KINDS[self.options[name]]}")
 
     @abstractmethod
     def loader(self, data: D, split: str, batch_size: int, options: dict[str, Any], **place: Any) -> Loader[Any]:
@@ -131,7 +148,10 @@ class Task(ABC, Generic[D]):
     def build(self, model: str, data: D, options: dict[str, Any]) -> Model:
         """The named model for this data, with fresh weights."""
         self.check_model(model)
-        return build(model, **self.spec(data), **options)
+        spec = self.spec(data)
+        if taken := [name for name in options if name in spec or name in self.options]:
+            raise ValueError(f"model option {taken[0]}: follows from the data; what can be chosen is in --data_options")
+        return build(model, **spec, **options)
 
     def check_model(self, model: str) -> None:
         """Refuse a model of another family than this task's, in one line."""
@@ -142,16 +162,17 @@ class Task(ABC, Generic[D]):
             meant = f"; did you mean {own}?" if own in model_names(own) else ""
             raise ValueError(f"model={model}: is not for data of the task {self.name}{meant}")
 
-    @abstractmethod
-    def check(self, data: D) -> None:
-        """Refuse data that nothing can be learnt from, in one line."""
-
     def load_for(self, model: Model, data: str, root: str | None = None) -> D:
         """A data set in the form that a trained model takes; refuses one that it was not made for, in one line."""
         assert model.card is not None
-        loaded = self.load(data, root, **model.card.training.get("data_options", {}))
+        trained = model.card.training.get("data_options", {})
+        loaded = self.load(data, root, **trained | self.form(model.card.spec))
         self.check_fits(model, loaded)
         return loaded
+
+    def form(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """The options of data for a model with this spec, whatever it was trained with."""
+        return {}
 
     @abstractmethod
     def check_fits(self, model: Model, data: D) -> None:

@@ -1,6 +1,5 @@
 """A name or a path -> an image data set."""
 
-import os
 from importlib.resources import files
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from raytraced.data.cache import cache_root, obtain
 from raytraced.tasks.images.catalog import CATALOG, ImageSet
 from raytraced.tasks.images.dataset import Dataset, Split, build_dataset, channel_statistics
 from raytraced.tasks.images.own import load_folder, load_npz
-from raytraced.words import did_you_mean
+from raytraced.tasks.paths import own_path
 
 
 def load(
@@ -30,14 +29,8 @@ def load(
         (image_set,) = CATALOG[name].parts
         assert isinstance(image_set, ImageSet)
         return build_dataset(name, image_set.class_names, **obtain(image_set, cache_root(root)))
-    path = Path(os.path.abspath(Path(name).expanduser()))  # so that "." has a name
-    if path.is_dir():
-        return load_folder(path, size=size, colour=colour, skip_bad=skip_bad)
-    if path.is_file():
-        return load_npz(path)
-    raise ValueError(
-        f"data set {name!r}: neither a file, nor a folder, nor a known name; {did_you_mean(name, CATALOG)}"
-    )
+    path = own_path(name, CATALOG)
+    return load_folder(path, size=size, colour=colour, skip_bad=skip_bad) if path.is_dir() else load_npz(path)
 
 
 def load_digits() -> Dataset:

@@ -15,6 +15,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from raytraced.data.sources import say
 from raytraced.tasks.images.dataset import Dataset, build_dataset
+from raytraced.tasks.paths import visible
 from raytraced.words import require
 
 _KEYS = ("x_train", "y_train", "x_test", "y_test")
@@ -29,7 +30,7 @@ def load_folder(folder: Path, *, size: int = 32, colour: bool | None = None, ski
     image in five of each class, by a fixed rule, is the test split.
     """
     require(size >= 1, "size", size, "must be at least 1")
-    is_split = {path.name for path in _visible(folder) if path.is_dir()} == {"train", "test"}
+    is_split = {path.name for path in visible(folder) if path.is_dir()} == {"train", "test"}
     sides = [folder / "train", folder / "test"] if is_split else [folder]
     paths_by_class = [_class_files(side) for side in sides]
     class_names = tuple(paths_by_class[0])
@@ -148,18 +149,13 @@ def _as_numbers(
     return numbers, given_names or tuple(default)
 
 
-def _visible(folder: Path) -> list[Path]:
-    """What is in a folder, in an order that does not depend on the file system."""
-    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-
-
 def _class_files(folder: Path) -> dict[str, list[Path]]:
     """Return the files in each sub-folder, by its name; an empty one is told and left out."""
     found = {}
-    for place in (path for path in _visible(folder) if path.is_dir()):
-        if files := [path for path in _visible(place) if path.is_file()]:
+    for place in (path for path in visible(folder) if path.is_dir()):
+        if files := [path for path in visible(place) if path.is_file()]:
             found[place.name] = files
-        elif _visible(place):
+        elif visible(place):
             raise ValueError(f"{place}: sub-folders but no images, where the images of one class are expected")
         else:
             say(f"{place}: an empty folder, left out")

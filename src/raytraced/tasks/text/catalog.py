@@ -113,7 +113,6 @@ CATALOG = {
     "enwik8": Entry("100 MB of text, Wikipedia", (ENWIK8,)),
     "mix": Entry("130 MB of text, 5 domains", (ENWIK8, PLAYS, BIBLE, SPEECHES, PYTHON)),
 }
-NAMES = CATALOG.keys()
 
 _TEXT = (
     "txt text md rst tex csv json jsonl xml html css py c h cc cpp js ts go rs java sh sql toml yaml yml ini log r jl"
@@ -133,9 +132,3 @@ def takes_path(path: Path) -> bool:
             return False
         found |= file.suffix.lower() in SUFFIXES
     return found
-
-
-def visible_files(folder: Path) -> list[Path]:
-    """All files below a folder but hidden ones, in an order that does not depend on the file system."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
