@@ -5,7 +5,6 @@ Axes: n windows of a split, B of a batch, T bytes of a window, D width, Y = 256 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,12 +81,7 @@ class Windows(NamedTuple):
         return len(self.inputs)
 
 
-@dataclass(frozen=True)
-class Text:
-    name: str
-    train: Windows
-    validation: Windows
-    test: Windows
+Text = task.Data[Windows]
 
 
 def cut(text: bytes, window: int) -> Windows:

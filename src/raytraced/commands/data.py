@@ -80,12 +80,10 @@ def show(name: str, root: str | None = None, output: str | None = None, skip_bad
     dataset = load(name, root, skip_bad=skip_bad)
     contact_sheet(dataset.train.images.numpy(), dataset.train.labels.numpy(), dataset.class_names).save(path)
 
-    labels = {title: getattr(dataset, title).labels for title in ("train", "validation", "test")}
-    counts = {title: each.bincount(minlength=dataset.num_classes).tolist() for title, each in labels.items()}
-    rows = [
-        {"class": name, **{title: column[number] for title, column in counts.items()}}
-        for number, name in enumerate(dataset.class_names)
-    ]
+    num, splits = dataset.num_classes, dataset.splits.items()
+    counts = {title: split.labels.bincount(minlength=num).tolist() for title, split in splits}
+    columns = {"class": dataset.class_names, **counts}
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     table, console = make_table(rows), Console()
     table.add_section()
     table.add_row("all", *(f"{sum(column):,}" for column in counts.values()))

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -90,14 +90,22 @@ class Loader(ABC, Generic[S]):
         return slice(*(size * rank // self.world_size for rank in (self.rank, self.rank + 1)))
 
 
-class Data(Protocol):
-    """A data set: its name, and the splits train, validation and test, of which each has a length."""
+@dataclass(frozen=True)
+class Data(Generic[S]):
+    """A data set: its name and its splits, each of which has a length."""
+
+    name: str
+    train: S
+    validation: S
+    test: S
 
     @property
-    def name(self) -> str: ...
+    def splits(self) -> dict[str, S]:
+        """Each split by its name."""
+        return {"train": self.train, "validation": self.validation, "test": self.test}
 
 
-D = TypeVar("D", bound=Data)
+D = TypeVar("D", bound=Data[Any])
 
 
 class Table(NamedTuple):

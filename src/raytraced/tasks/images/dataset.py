@@ -32,13 +32,9 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Dataset:
+class Dataset(task.Data[Split]):
     """Three splits, their classes, and the mean and deviation of each channel in training (pixels scaled to 0 … 1)."""
 
-    name: str
-    train: Split
-    validation: Split
-    test: Split
     class_names: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]

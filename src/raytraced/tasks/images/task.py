@@ -41,7 +41,7 @@ class ImageTask(Task[Dataset]):
         return load(data, root, **{name: value for name, value in options.items() if name != "augment"})
 
     def loader(self, data: Dataset, split: str, batch_size: int, options: dict[str, Any], **place: Any) -> Loader:
-        return Loader(getattr(data, split), batch_size, augment=options.get("augment", False), **place)
+        return Loader(data.splits[split], batch_size, augment=options.get("augment", False), **place)
 
     def spec(self, data: Dataset) -> dict[str, Any]:
         return {name: list(getattr(data, name)) for name in ("image_shape", "class_names", "mean", "std")}
@@ -90,7 +90,7 @@ class ImageTask(Task[Dataset]):
         return data.num_classes
 
     def figures(self, data: Dataset, split: str, tables: Sequence[Table]) -> dict[str, Any]:
-        last, labels_n = tables[-1], getattr(data, split).labels.to(tables[-1].columns["loss"].device)
+        last, labels_n = tables[-1], data.splits[split].labels.to(tables[-1].columns["loss"].device)
         correct_n, experts_n = last.columns["correct"], last.columns["experts"]
         figures: dict[str, Any] = {
             "accuracy": float(correct_n.mean()),
@@ -187,8 +187,7 @@ def known_classes(model: Model) -> tuple[str, ...]:
 def renumber(data: Dataset, class_names: tuple[str, ...]) -> Dataset:
     """The same images, their classes numbered as in another list, which has all of them."""
     number_Y = torch.tensor([class_names.index(name) for name in data.class_names])
-    parts = {name: getattr(data, name) for name in ("train", "validation", "test")}
-    splits = {name: replace(part, labels=number_Y[part.labels]) for name, part in parts.items()}
+    splits: Any = {name: replace(part, labels=number_Y[part.labels]) for name, part in data.splits.items()}
     return replace(data, class_names=class_names, **splits)
 
 

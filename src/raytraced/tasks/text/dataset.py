@@ -100,13 +100,9 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Dataset:
+class Dataset(task.Data[Split]):
     """A text's splits, the names of its domains, how many steps an epoch has, and what its tokens are."""
 
-    name: str
-    train: Split
-    validation: Split
-    test: Split
     domain_names: tuple[str, ...]
     steps: int
     tokenizer: str | None = None

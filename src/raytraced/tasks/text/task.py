@@ -47,7 +47,7 @@ class TextTask(Task[Dataset]):
         return load(data, root, **options)
 
     def loader(self, data: Dataset, split: str, batch_size: int, options: dict[str, Any], **place: Any) -> Loader:
-        return Loader(getattr(data, split), batch_size, data.steps, lengths=data.lengths, **place)
+        return Loader(data.splits[split], batch_size, data.steps, lengths=data.lengths, **place)
 
     def spec(self, data: Dataset) -> dict[str, Any]:
         tokens = {} if data.tokenizer is None else {"tokenizer": data.tokenizer}
@@ -120,7 +120,7 @@ class TextTask(Task[Dataset]):
                     kind: ran / num if num else None for kind, ran, num in zip(KINDS, ran_G, num_G, strict=True)
                 }
         if len(data.domain_names) > 1:
-            number_n = torch.from_numpy(getattr(data, split).windows[:, 0]).to(columns["bytes"].device)
+            number_n = torch.from_numpy(data.splits[split].windows[:, 0]).to(columns["bytes"].device)
             parts = {
                 name: {key: column[number_n == number] for key, column in columns.items()}
                 for number, name in enumerate(data.domain_names)
