@@ -15,8 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from raytraced.models.output import Model
 from raytraced.tasks.images.dataset import Dataset, Loader
-from raytraced.tasks.images.loading import load
-from raytraced.tasks.images.own import read_image
+from raytraced.tasks.images.loading import load, read_image
 from raytraced.tasks.paths import visible
 from raytraced.tasks.task import Batch, Table, Task
 from raytraced.words import require
