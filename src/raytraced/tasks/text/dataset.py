@@ -180,7 +180,12 @@ class Loader(task.Loader[Split]):
                 windows = self.draw(epoch * self.steps + number, rows_B)
             else:
                 windows = self.split.windows[number * self.batch_size + rows_B]
-            yield self.batch(windows, rows_B)
+            tokens = torch.from_numpy(self.split.read(windows)).to(self.device)
+            inputs, targets = tokens[:, :-1].clamp_min(0), tokens[:, 1:].clamp_min(0)
+            # to ask whether there is padding waits for the device: training has none
+            mask = None if self.shuffle or bool((tokens >= 0).all()) else tokens[:, 1:] >= 0
+            sizes = None if self.lengths_V is None else self.lengths_V[targets]
+            yield Batch(inputs, targets, torch.from_numpy(rows_B).to(self.device), mask, sizes)
 
     def draw(self, step: int, rows_B: NDArray[np.int64]) -> NDArray[np.int64]:
         """The domain and the first token of some rows' windows at a step (B, 2)."""
@@ -189,13 +194,3 @@ class Loader(task.Loader[Split]):
         num_B = np.array([len(text) for text in self.split.domains])[domain_B] - self.split.context
         start_B = random_bits(WINDOW, self.seed, step, rows_B) % num_B.astype(np.uint64)
         return np.stack((domain_B, start_B.astype(np.int64)), 1)
-
-    def batch(self, windows: NDArray[np.int64], rows_B: NDArray[np.int64]) -> Batch:
-        """Windows as inputs and, one further on, targets."""
-        tokens = torch.from_numpy(self.split.read(windows)).to(self.device)
-        inputs, targets = tokens[:, :-1].clamp_min(0), tokens[:, 1:].clamp_min(0)
-        mask = None if self.shuffle else tokens[:, 1:] >= 0
-        if mask is not None and bool(mask.all()):
-            mask = None
-        sizes = None if self.lengths_V is None else self.lengths_V[targets]
-        return Batch(inputs, targets, torch.from_numpy(rows_B).to(self.device), mask, sizes)
