@@ -140,8 +140,8 @@ class Task(ABC, Generic[D]):
         """Refuse --data_options that there are not, or of another type."""
         for name, value in given.items():
             if name not in self.options:
-                known = did_you_mean(name, self.options)
-                raise ValueError(f"data option {name}: data of the task {self.name} has no such option; {known}")
+                known, plural = did_you_mean(name, self.options), f"{self.name.removesuffix('s')}s"
+                raise ValueError(f"data option {name}: {plural} have no such option; {known}")
             fits = isinstance(value, self.options[name]) and (self.options[name] is bool) == isinstance(value, bool)
             require(fits, f"data option {name}", repr(value), f"must be {KINDS[self.options[name]]}")
 
