@@ -5,7 +5,6 @@ Axes: n windows of a split, B of a batch, T bytes of a window, D width, Y = 256 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from raytraced.draws import fixed_draws
 from raytraced.layer import Call, LayerOutput, RoutedLayer, Work
 from raytraced.models.output import Model, Output, linear_work
 from raytraced.routers.prefixes import prefixes
+from raytraced.tasks import task
 from raytraced.tasks.task import Batch, Table, Task
 
 NAMES = ("pangrams",)
@@ -81,12 +81,7 @@ class Windows(NamedTuple):
         return len(self.inputs)
 
 
-@dataclass(frozen=True)
-class Text:
-    name: str
-    train: Windows
-    validation: Windows
-    test: Windows
+Text = task.Data[Windows]
 
 
 def cut(text: bytes, window: int) -> Windows:
@@ -99,28 +94,15 @@ def cut(text: bytes, window: int) -> Windows:
     return Windows(*(each.view(-1, window) for each in (inputs, targets, mask)))
 
 
-@dataclass
-class Loader:
-    windows: Windows
-    batch_size: int
-    seed: int = 0
-    shuffle: bool = True
-    rank: int = 0
-    world_size: int = 1
-    device: str = "cpu"
-
-    def __len__(self) -> int:
-        return math.ceil(len(self.windows) / self.batch_size)
-
-    def order(self, epoch: int) -> Tensor:
-        num = len(self.windows)
-        return torch.from_numpy(permutation(num, SHUFFLE, self.seed, epoch)) if self.shuffle else torch.arange(num)
-
-    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
-        for index in self.order(epoch).split(self.batch_size)[start_batch:]:
-            first, last = (len(index) * rank // self.world_size for rank in (self.rank, self.rank + 1))
-            inputs, targets, mask = (each[index[first:last]].to(self.device) for each in self.windows)
-            yield Batch(inputs, targets, torch.arange(first, last, device=self.device), mask)
+class Loader(task.Loader[Windows]):
+    def batches(self, epoch: int, numbers: range) -> Iterator[Batch]:
+        num = len(self.split)
+        order = permutation(num, SHUFFLE, self.seed, epoch) if self.shuffle else torch.arange(num).numpy()
+        for number in numbers:
+            rows = self.rows(number)
+            index = order[number * self.batch_size :][rows]
+            inputs, targets, mask = (each[index].to(self.device) for each in self.split)
+            yield Batch(inputs, targets, torch.arange(rows.start, rows.stop, device=self.device), mask)
 
 
 class NextByte(Task[Text]):
@@ -143,10 +125,6 @@ class NextByte(Task[Text]):
 
     def spec(self, data: Text) -> dict[str, Any]:
         return {"window": data.train.inputs.shape[-1]}
-
-    def check(self, data: Text) -> None:
-        if not data.train.mask.any():
-            raise ValueError(f"{data.name}: is too short to learn from")
 
     def check_fits(self, model: Model, data: Text) -> None:
         if model.card.spec != self.spec(data):

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 import forked
-from raytraced.tasks.images.dataset import Dataset, Split
-from raytraced.tasks.images.task import ImageTask
 from raytraced.training.config import write_config
 from raytraced.training.evaluation import Diverged
 from raytraced.training.loop import train
@@ -105,10 +103,3 @@ def test_model_that_cannot_be_compiled_is_one_line(train_with, tmp_path, monkeyp
     assert not (tmp_path / "runs").exists()
     with pytest.raises(RuntimeError, match="no working"):  # without compile=True it is no user's mistake
         train_with()
-
-
-def test_missing_class_is_named():
-    split = Split(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 2, 2]))
-    dataset = Dataset("pets", split, split, split, ("cat", "dog", "newt"), (0.5,), (0.5,))
-    with pytest.raises(ValueError, match="pets: class 'dog' has no training image"):
-        ImageTask().check(dataset)

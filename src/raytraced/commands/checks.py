@@ -41,8 +41,7 @@ def look_around(root: str | None = None) -> dict[str, Any]:
     from raytraced import __file__ as package
     from raytraced import __version__, operations
     from raytraced.benchmark.results import describe_machine
-    from raytraced.commands.data import is_cached
-    from raytraced.data.cache import cache_root
+    from raytraced.data.cache import cache_root, is_cached
     from raytraced.operations.operation import VARIABLE
     from raytraced.tasks.table import catalog
 
@@ -79,7 +78,7 @@ def look_around(root: str | None = None) -> dict[str, Any]:
         },
         "data": {
             "folder": str(folder),
-            "cached": [name for name, entry in known.items() if entry.parts and is_cached(entry, folder)],
+            "cached": [name for name, entry in known.items() if entry.parts and is_cached(folder, *entry.parts)],
         },
     }
 

@@ -1,13 +1,9 @@
 """The sub-commands of `raytraced data`; whatever is heavy is imported where it is used."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from raytraced.tasks.table import catalog
 from raytraced.words import did_you_mean, require
-
-if TYPE_CHECKING:
-    from raytraced.data.sources import Entry
 
 
 def list_data(root: str | None = None) -> None:
@@ -18,12 +14,12 @@ def list_data(root: str | None = None) -> None:
     """
     from rich.console import Console
 
-    from raytraced.data.cache import cache_root
+    from raytraced.data.cache import cache_root, is_cached
     from raytraced.training.tables import make_table
 
     folder, known, rows = cache_root(root), catalog(), []
     for name, entry in known.items():
-        state = "cached" if is_cached(entry, folder) else "not cached"
+        state = "cached" if is_cached(folder, *entry.parts) else "not cached"
         size = f"{sum(part.num_bytes for part in entry.parts) / 1e6:.0f} MB" if entry.parts else ""
         state = state if entry.parts else "in the package"
         rows.append({"name": name, "contents": entry.contents, "size": size, "state": state})
@@ -36,14 +32,6 @@ def list_data(root: str | None = None) -> None:
     print(
         "Your own: the path of a folder with one sub-folder a class, or of an .npz file; a text, or a folder of texts."
     )
-
-
-def is_cached(entry: "Entry", folder: Path) -> bool:
-    """Whether every array of a data set is in the cache folder."""
-    from raytraced.data.cache import entry_folder
-
-    files = [entry_folder(folder, part) / f"{key}.npy" for part in entry.parts for key in part.arrays]
-    return all(file.is_file() for file in files)
 
 
 def get(names: list[str], root: str | None = None) -> None:
@@ -92,12 +80,10 @@ def show(name: str, root: str | None = None, output: str | None = None, skip_bad
     dataset = load(name, root, skip_bad=skip_bad)
     contact_sheet(dataset.train.images.numpy(), dataset.train.labels.numpy(), dataset.class_names).save(path)
 
-    labels = {title: getattr(dataset, title).labels for title in ("train", "validation", "test")}
-    counts = {title: each.bincount(minlength=dataset.num_classes).tolist() for title, each in labels.items()}
-    rows = [
-        {"class": name, **{title: column[number] for title, column in counts.items()}}
-        for number, name in enumerate(dataset.class_names)
-    ]
+    num, splits = dataset.num_classes, dataset.splits.items()
+    counts = {title: split.labels.bincount(minlength=num).tolist() for title, split in splits}
+    columns = {"class": dataset.class_names, **counts}
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     table, console = make_table(rows), Console()
     table.add_section()
     table.add_row("all", *(f"{sum(column):,}" for column in counts.values()))

@@ -49,20 +49,19 @@ def cache_root(root: str | Path | None = None) -> Path:
 
 def obtain(public_set: PublicSet, root: Path, *, hashed: bool = False) -> Arrays:
     """Return the arrays of a public set from the cache, fetching them first where they are missing or altered."""
-    with contextlib.suppress(DamagedError):  # looked at again under the lock: another process may be replacing it
-        if (arrays := read_entry(root, public_set, hashed=hashed)) is not None:
-            return arrays
+    with contextlib.suppress(
+        DamagedError, FileNotFoundError
+    ):  # another process may be replacing it: looked at again below
+        return read_entry(root, public_set, hashed=hashed)
     with locked(root, public_set):
         try:
-            if (arrays := read_entry(root, public_set, hashed=hashed)) is not None:
-                return arrays
+            return read_entry(root, public_set, hashed=hashed)
+        except FileNotFoundError:
+            pass
         except DamagedError as error:
             say(f"{public_set.name}: the cached copy is discarded and fetched again: {error}")
         replace_entry(root, public_set, fetch(public_set, root))
-        arrays = read_entry(root, public_set)
-    if arrays is None:
-        raise FileNotFoundError(f"{root}: {public_set.name} was removed while it was being read")
-    return arrays
+        return read_entry(root, public_set)
 
 
 def fetch(public_set: PublicSet, root: Path) -> Arrays:
@@ -132,22 +131,26 @@ def check_array(label: str, array: NDArray[np.uint8], info: ArrayInfo, *, hashed
         raise DamagedError(f"{label}: expected sha256 {info.sha256}, found {found}")
 
 
-def read_entry(root: Path, public_set: PublicSet, *, hashed: bool = False) -> Arrays | None:
-    """Return the arrays of an entry as memory maps, or None if it is not there; DamagedError if it was altered."""
+def is_cached(root: Path, *sets: PublicSet) -> bool:
+    """Whether every array of some public sets is in the cache folder."""
+    return all((entry_folder(root, each) / f"{key}.npy").is_file() for each in sets for key in each.arrays)
+
+
+def read_entry(root: Path, public_set: PublicSet, *, hashed: bool = False) -> Arrays:
+    """Return the arrays of an entry as memory maps; FileNotFoundError if it is not there, DamagedError if it was altered."""
     folder, noted, stamp, arrays = entry_folder(root, public_set), {}, {}, {}
     with contextlib.suppress(OSError, ValueError, TypeError):
         noted = {} if hashed else dict(json.loads((folder / STAMP).read_text()))
     try:
         for key, info in public_set.arrays.items():
             path = folder / f"{key}.npy"
-            stamp[path.name] = _size_and_time(path)
+            stamp[path.name] = [path.stat().st_size, path.stat().st_mtime_ns]
             arrays[key] = _map_file(path)
             check_array(str(path), arrays[key], info, hashed=noted.get(path.name) != stamp[path.name])
     except (FileNotFoundError, NotADirectoryError):
-        # An entry without one of its arrays is an altered one; without any, none was written yet.
-        if any((folder / f"{key}.npy").exists() for key in public_set.arrays):
-            raise DamagedError(f"{folder}: expected {len(public_set.arrays)} arrays, some are missing") from None
-        return None
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder}: there is no such folder") from None
+        raise DamagedError(f"{folder}: expected {len(public_set.arrays)} arrays, some are missing") from None
     if noted != stamp:
         # A cache that only others may write is hashed at every load instead.
         with contextlib.suppress(OSError):
@@ -164,7 +167,6 @@ def replace_entry(root: Path, public_set: PublicSet, arrays: Arrays) -> None:
             file = io.BytesIO()
             np.save(file, np.ascontiguousarray(array), allow_pickle=False)
             write_file(new / f"{key}.npy", file.getvalue())
-        write_file(new / STAMP, json.dumps({f"{key}.npy": _size_and_time(new / f"{key}.npy") for key in arrays}))
         with contextlib.suppress(FileNotFoundError):
             entry.rename(folder / "old")  # whoever has it mapped keeps its bytes
         new.rename(entry)
@@ -218,8 +220,3 @@ def _map_file(path: Path) -> NDArray[np.uint8]:
         return np.load(path, mmap_mode="c", allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise DamagedError(f"{path}: expected an array of uint8, found a cut or altered file ({error})") from None
-
-
-def _size_and_time(path: Path) -> list[int]:
-    status = path.stat()
-    return [status.st_size, status.st_mtime_ns]

@@ -10,18 +10,12 @@ from numpy.typing import NDArray
 # One stream a purpose, so that no two share their bits; the other numbers are for the tasks.
 SHUFFLE, VALIDATION, TEST = 0, 4, 5
 
-_WORD = 0xFFFF_FFFF_FFFF_FFFF
-
 
 def random_bits(stream: int, seed: int, *counters: int | NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return 64 random bits for each entry of the counters, which broadcast against each other."""
     state = np.zeros(1, dtype=np.uint64)
     for counter in (stream, seed, *counters):
-        if isinstance(counter, int):
-            word = np.array([counter & _WORD], dtype=np.uint64)
-        else:
-            word = counter.astype(np.uint64)
-        state = state + word + np.uint64(0x9E37_79B9_7F4A_7C15)
+        state = state + np.asarray(counter).astype(np.uint64) + np.uint64(0x9E37_79B9_7F4A_7C15)
         # the finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a bijection that scatters every input bit
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)

@@ -165,10 +165,13 @@ def run_client(command: list[str], folder: Path, stdout: IO[bytes] | int = subpr
     """Run a registry's client to its end, or end it with all its children."""
     if shutil.which(command[0]) is None:
         raise ValueError(f"{command[0]} is not installed")
-    with (folder / "stderr.txt").open("w+b") as stderr:
-        process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
-        )
+    told, nothing = folder / "stderr.txt", subprocess.DEVNULL
+    with (
+        told.open("wb") as stderr,
+        subprocess.Popen(
+            command, cwd=folder, stdin=nothing, stdout=stdout, stderr=stderr, start_new_session=True
+        ) as process,
+    ):
         try:
             process.wait(COMMAND_SECONDS)
         except subprocess.TimeoutExpired:
@@ -176,16 +179,11 @@ def run_client(command: list[str], folder: Path, stdout: IO[bytes] | int = subpr
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        stderr.seek(0)
-        lines = stderr.read().decode(errors="replace").splitlines()
     if process.returncode:
-        told = next(
-            (line for line in lines if line.startswith(("E:", "ERROR:", "npm error", "npm ERR!"))), "no reason given"
-        )
-        raise ValueError(
-            f"{Path(command[0]).name} {command[1]} ended with code {process.returncode} ({told.strip()[:200]})"
-        )
+        lines = told.read_text(errors="replace").splitlines()
+        errors = (line for line in lines if line.startswith(("E:", "ERROR:", "npm error", "npm ERR!")))
+        reason = next(errors, "no reason given").strip()[:200]
+        raise ValueError(f"{Path(command[0]).name} {command[1]} ended with code {process.returncode} ({reason})")
 
 
 def read_tar(path: Path, wanted: frozenset[str]) -> Files:

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raytraced.data.cache import cache_root, read_entry
+from raytraced.data.cache import cache_root, is_cached
 from raytraced.explore.packing import deflated
 from raytraced.models.classifier import Classifier
-from raytraced.tasks.images.catalog import CATALOG, ImageSet
+from raytraced.tasks.images.catalog import CATALOG
 from raytraced.tasks.images.task import ImageTask
 
 NUM_SHOWN = 30
@@ -24,8 +24,7 @@ INK = 64  # a pixel of a grey image that is brighter belongs to what is drawn
 def at_hand(data: str, root: str | None = None) -> bool:
     """Whether a data set can be read without a download."""
     if data in CATALOG:
-        parts = [part for part in CATALOG[data].parts if isinstance(part, ImageSet)]
-        return all(read_entry(cache_root(root), part) is not None for part in parts)
+        return is_cached(cache_root(root), *CATALOG[data].parts)
     return Path(data).expanduser().exists()
 
 

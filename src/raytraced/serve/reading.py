@@ -20,7 +20,7 @@ from raytraced.models.gpt import GPT
 from raytraced.serve.limits import Limits, RefusedError, shown
 from raytraced.serve.models import Served
 from raytraced.serve.schema import Schema, check
-from raytraced.tasks.images.own import read_image
+from raytraced.tasks.images.loading import read_image
 
 FORMATS = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG"}
 

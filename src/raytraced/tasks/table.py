@@ -28,7 +28,7 @@ TASKS = {
 
 def find_task(data: str) -> "Task[Any]":
     """The task that a data set, by its name or path, belongs to."""
-    known = {name: info for info in TASKS.values() for name in _import(info.names)}
+    known = {name: task for task, info in TASKS.items() for name in _import(info.names)}
     path = Path(data).expanduser()
     if data not in known and not path.exists():
         moved = "if it has moved, say where with --data" if path.is_absolute() else did_you_mean(data, known)
@@ -36,11 +36,11 @@ def find_task(data: str) -> "Task[Any]":
     if data not in known and path.is_dir() and not any(one.is_file() for one in path.rglob("*")):
         raise ValueError(f"data={data}: the folder holds no files; see docs/data.md for what it may hold")
     # the last first: images take every folder
-    takers = (info for info in reversed(TASKS.values()) if _import(info.takes)(path))
-    takes = known.get(data) or next(takers, None)
-    if takes is None:
+    takers = (task for task, info in reversed(TASKS.items()) if _import(info.takes)(path))
+    task = known.get(data) or next(takers, None)
+    if task is None:
         raise ValueError(f"data={data}: no task can read it; see docs/data.md for what a folder or file may hold")
-    return named_task(takes)
+    return named_task(task)
 
 
 def whole_path(data: str) -> str:
@@ -56,12 +56,11 @@ def catalog() -> "dict[str, Entry]":
     return {name: entry for known in told for name, entry in known.items()}
 
 
-def named_task(name: "str | TaskInfo") -> "Task[Any]":
+def named_task(name: str) -> "Task[Any]":
     """A task itself."""
-    if isinstance(name, str) and name not in TASKS:
+    if name not in TASKS:
         raise ValueError(f"task={name}: no such task; {did_you_mean(name, TASKS)}")
-    info = TASKS[name] if isinstance(name, str) else name
-    task: Task[Any] = _import(info.task)()
+    task: Task[Any] = _import(TASKS[name].task)()
     return task
 
 

@@ -5,15 +5,25 @@ a sample (images have one, texts many), L layers, N experts a layer.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from raytraced.models.output import Model
 from raytraced.models.table import build, find_model, model_names
+from raytraced.words import did_you_mean, require
+
+KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    int | None: "a whole number",
+    str: "a path",
+}  # of options of data
+S = TypeVar("S", bound=Sized)
 
 
 class Batch(NamedTuple):
@@ -31,24 +41,71 @@ class Batch(NamedTuple):
         return self.targets.numel() if self.mask is None else self.mask.sum()
 
 
-class Loader(Protocol):
-    """Batches of a split, a pure function of the seed and the epoch; its length is their number, in every process the same."""
+@dataclass(repr=False, eq=False)
+class Loader(ABC, Generic[S]):
+    """Batches of a split on one device, a pure function of the seed and the epoch; `batch_size` is that of all ranks together.
 
-    batch_size: int  # of all processes together
+    Rank r of W takes its contiguous slice of every global batch, so that any W sees the same global batches; the last
+    batch of an epoch may be smaller, and a rank's slice of it empty.
+    """
 
-    def __len__(self) -> int: ...
+    split: S
+    batch_size: int
+    _: KW_ONLY
+    seed: int = 0
+    shuffle: bool = True
+    rank: int = 0
+    world_size: int = 1
+    device: str | torch.device = "cpu"
 
-    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]: ...
-
-
-class Data(Protocol):
-    """A data set: its name, and the splits train, validation and test, of which each has a length."""
+    def __post_init__(self) -> None:
+        size = f"world_size={self.world_size}"
+        require(self.batch_size >= self.world_size, "batch_size", self.batch_size, f"must be at least {size}")
+        require(0 <= self.rank < self.world_size, "rank", self.rank, f"must be 0 … {self.world_size - 1}, {size}")
+        if self.num_samples == 0:
+            raise ValueError("split: has no samples")
 
     @property
-    def name(self) -> str: ...
+    def num_samples(self) -> int:
+        """How many samples an epoch takes."""
+        return len(self.split)
+
+    def __len__(self) -> int:
+        """How many batches an epoch has, the same on every rank."""
+        return -(-self.num_samples // self.batch_size)
+
+    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from `start_batch` on, exactly those that a whole epoch would have given."""
+        require(epoch >= 0, "epoch", epoch, "must be at least 0")
+        require(0 <= start_batch <= len(self), "start_batch", start_batch, f"an epoch has {len(self)} batches")
+        return self.batches(epoch, range(start_batch, len(self)))
+
+    @abstractmethod
+    def batches(self, epoch: int, numbers: range) -> Iterator[Batch]:
+        """This rank's slices of some batches of an epoch, by their numbers."""
+
+    def rows(self, number: int) -> slice:
+        """The rows of a global batch that are this rank's."""
+        size = min(self.batch_size, self.num_samples - number * self.batch_size)
+        return slice(*(size * rank // self.world_size for rank in (self.rank, self.rank + 1)))
 
 
-D = TypeVar("D", bound=Data)
+@dataclass(frozen=True)
+class Data(Generic[S]):
+    """A data set: its name and its splits, each of which has a length."""
+
+    name: str
+    train: S
+    validation: S
+    test: S
+
+    @property
+    def splits(self) -> dict[str, S]:
+        """Each split by its name."""
+        return {"train": self.train, "validation": self.validation, "test": self.test}
+
+
+D = TypeVar("D", bound=Data[Any])
 
 
 class Table(NamedTuple):
@@ -70,15 +127,26 @@ class Task(ABC, Generic[D]):
     """of its models (see models/table.py), where they are all of one"""
     measured: ClassVar[tuple[str, ...]] = ()
     """the entries of its spec that are figures of the data: more data of the same kind may change them"""
+    options: ClassVar[dict[str, Any]] = {}
+    """--data_options, and the type of each"""
     formats: ClassVar[dict[str, str]]
     """the figures that progress and tables show, and how each is written"""
 
     @abstractmethod
     def load(self, data: str, root: str | None = None, **options: Any) -> D:
-        """A data set by its name or path; options are --data_options."""
+        """A data set by its name or path, options are --data_options; refuses what nothing can be learnt from, in one line."""
+
+    def check_options(self, given: dict[str, Any]) -> None:
+        """Refuse --data_options that there are not, or of another type."""
+        for name, value in given.items():
+            if name not in self.options:
+                known, plural = did_you_mean(name, self.options), f"{self.name.removesuffix('s')}s"
+                raise ValueError(f"data option {name}: {plural} have no such option; {known}")
+            fits = isinstance(value, self.options[name]) and (self.options[name] is bool) == isinstance(value, bool)
+            require(fits, f"data option {name}", repr(value), f"must be {KINDS[self.options[name]]}")
 
     @abstractmethod
-    def loader(self, data: D, split: str, batch_size: int, options: dict[str, Any], **place: Any) -> Loader:
+    def loader(self, data: D, split: str, batch_size: int, options: dict[str, Any], **place: Any) -> Loader[Any]:
         """The batches of a split ("train", "validation", "test"); place: seed, shuffle, rank, world_size, device."""
 
     @abstractmethod
@@ -88,7 +156,10 @@ class Task(ABC, Generic[D]):
     def build(self, model: str, data: D, options: dict[str, Any]) -> Model:
         """The named model for this data, with fresh weights."""
         self.check_model(model)
-        return build(model, **self.spec(data), **options)
+        spec = self.spec(data)
+        if taken := [name for name in options if name in spec or name in self.options]:
+            raise ValueError(f"model option {taken[0]}: follows from the data; what can be chosen is in --data_options")
+        return build(model, **spec, **options)
 
     def check_model(self, model: str) -> None:
         """Refuse a model of another family than this task's, in one line."""
@@ -99,16 +170,17 @@ class Task(ABC, Generic[D]):
             meant = f"; did you mean {own}?" if own in model_names(own) else ""
             raise ValueError(f"model={model}: is not for data of the task {self.name}{meant}")
 
-    @abstractmethod
-    def check(self, data: D) -> None:
-        """Refuse data that nothing can be learnt from, in one line."""
-
     def load_for(self, model: Model, data: str, root: str | None = None) -> D:
         """A data set in the form that a trained model takes; refuses one that it was not made for, in one line."""
         assert model.card is not None
-        loaded = self.load(data, root, **model.card.training.get("data_options", {}))
+        trained = model.card.training.get("data_options", {})
+        loaded = self.load(data, root, **trained | self.form(model.card.spec))
         self.check_fits(model, loaded)
         return loaded
+
+    def form(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """The options of data for a model with this spec, whatever it was trained with."""
+        return {}
 
     @abstractmethod
     def check_fits(self, model: Model, data: D) -> None:

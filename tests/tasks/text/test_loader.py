@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from raytraced.tasks.text.dataset import Split, Text
-from raytraced.tasks.text.loader import MOST_TOKENS, Loader
+from raytraced.tasks.text.dataset import MOST_TOKENS, Loader, Split, Text
 
 TEXTS = (Text((np.arange(0, 60), np.arange(60, 100))), Text((np.arange(1000, 1030),)))
 

@@ -54,7 +54,7 @@ def test_a_model_that_knows_nothing_takes_eight_bits_a_byte(model):
 def test_figures_are_sums_over_bytes_whatever_the_batch(model, monkeypatch):
     whole = judge(model, MIX)
     with monkeypatch.context() as patch:
-        patch.setattr("raytraced.tasks.text.loader.MOST_TOKENS", 60)  # the loader makes three windows at a time of it
+        patch.setattr("raytraced.tasks.text.dataset.MOST_TOKENS", 60)  # the loader makes three windows at a time of it
         assert judge(model, MIX)["bits_by_domain"] == pytest.approx(whole["bits_by_domain"], rel=1e-6)
     for batch_size in (1, 7):
         again = judge(model, MIX, batch_size=batch_size)

@@ -4,7 +4,7 @@ Legend: n samples, B samples of this rank in a batch, C channels, H and W height
 """
 
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from raytraced.data.hashing import SHUFFLE, TEST, VALIDATION, permutation, random_bits
+from raytraced.tasks import task
 from raytraced.tasks.task import Batch
-from raytraced.words import require
 
 CROP_Y, CROP_X, FLIP = 1, 2, 3  # streams of random bits beside those of hashing.py
 PAD = 4  # pixels added on each side before a crop back to the image's own size
@@ -32,13 +32,9 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Dataset:
+class Dataset(task.Data[Split]):
     """Three splits, their classes, and the mean and deviation of each channel in training (pixels scaled to 0 … 1)."""
 
-    name: str
-    train: Split
-    validation: Split
-    test: Split
     class_names: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -117,57 +113,30 @@ def _split(images: NDArray[np.uint8], labels: NDArray[np.integer]) -> Split:
     return Split(torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels.astype(np.int64)))
 
 
-@dataclass(repr=False, eq=False)
-class Loader:
-    """Batches of uint8 images on one device, a pure function of (seed, epoch); `batch_size` is that of all ranks together.
+@dataclass(repr=False, eq=False, kw_only=True)
+class Loader(task.Loader[Split]):
+    """Batches of uint8 images as they are, or with `augment` shifted and mirrored."""
 
-    Rank r of W takes its contiguous slice of every global batch, so that any W sees the same global batches; the last
-    batch of an epoch may be smaller (and a rank's slice of it empty), but no sample is lost or seen twice.
-    """
-
-    split: Split
-    batch_size: int
-    _: KW_ONLY
-    seed: int = 0
-    shuffle: bool = True
-    rank: int = 0
-    world_size: int = 1
-    device: str | torch.device = "cpu"
     augment: bool = False
 
     def __post_init__(self) -> None:
-        size = f"world_size={self.world_size}"
-        require(self.batch_size >= self.world_size, "batch_size", self.batch_size, f"must be at least {size}")
-        require(0 <= self.rank < self.world_size, "rank", self.rank, f"must be 0 … {self.world_size - 1}, {size}")
-        if len(self.split) == 0:
-            raise ValueError("split: has no samples")
+        super().__post_init__()
         self.images = self.split.images.to(self.device)
         self.targets = self.split.labels.to(self.device)
 
-    def __len__(self) -> int:
-        """Return the number of batches in an epoch, the same on every rank."""
-        return -(-len(self.targets) // self.batch_size)
-
-    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
-        """Return the batches of an epoch from `start_batch` on, exactly those that a whole epoch would have given."""
-        require(epoch >= 0, "epoch", epoch, "must be at least 0")
-        require(0 <= start_batch <= len(self), "start_batch", start_batch, f"an epoch has {len(self)} batches")
-        return self._batches(epoch, start_batch)
-
-    def _batches(self, epoch: int, start_batch: int) -> Iterator[Batch]:
+    def batches(self, epoch: int, numbers: range) -> Iterator[Batch]:
         num = len(self.targets)
         order = permutation(num, SHUFFLE, self.seed, epoch) if self.shuffle else np.arange(num)
         samples_n = torch.from_numpy(order)
         index_n = samples_n.to(self.device)
         targets_n, rows_n = self.targets.index_select(0, index_n), torch.arange(self.batch_size, device=self.device)
-        for start in range(start_batch * self.batch_size, num, self.batch_size):
-            size = min(self.batch_size, num - start)
-            first, last = (size * rank // self.world_size for rank in (self.rank, self.rank + 1))
-            part = slice(start + first, start + last)
+        for number in numbers:
+            rows, start = self.rows(number), number * self.batch_size
+            part = slice(start + rows.start, start + rows.stop)
             images = self.images.index_select(0, index_n[part])  # 3 times as fast as images[index]
             if self.augment:
                 images = pad_crop_flip(images, samples_n[part].numpy(), self.seed, epoch)
-            yield Batch(images, targets_n[part], rows_n[first:last])
+            yield Batch(images, targets_n[part], rows_n[rows])
 
 
 def pad_crop_flip(images_BCHW: Tensor, samples_B: np.ndarray, seed: int, epoch: int) -> Tensor:

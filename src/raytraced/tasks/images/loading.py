@@ -1,17 +1,30 @@
-"""A name or a path -> an image data set."""
+"""A name or a path -> an image data set: the shipped digits, public sets, the user's own folders, .npz files and single files.
 
-import os
+Legend: n samples, C channels, H and W height and width.
+"""
+
+import warnings
 from importlib.resources import files
 from pathlib import Path
+from typing import IO, Any
+from zipfile import BadZipFile, is_zipfile
+from zlib import error as ZlibError
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from raytraced.data.cache import cache_root, obtain
+from raytraced.data.sources import say
 from raytraced.tasks.images.catalog import CATALOG, ImageSet
 from raytraced.tasks.images.dataset import Dataset, Split, build_dataset, channel_statistics
-from raytraced.tasks.images.own import load_folder, load_npz
-from raytraced.words import did_you_mean
+from raytraced.tasks.paths import own_path, visible
+from raytraced.words import require
+
+_KEYS = ("x_train", "y_train", "x_test", "y_test")
+_MAX_TOLD = 10  # bad files named in one message
+_MAX_CLASSES = 65536
 
 
 def load(
@@ -30,14 +43,8 @@ def load(
         (image_set,) = CATALOG[name].parts
         assert isinstance(image_set, ImageSet)
         return build_dataset(name, image_set.class_names, **obtain(image_set, cache_root(root)))
-    path = Path(os.path.abspath(Path(name).expanduser()))  # so that "." has a name
-    if path.is_dir():
-        return load_folder(path, size=size, colour=colour, skip_bad=skip_bad)
-    if path.is_file():
-        return load_npz(path)
-    raise ValueError(
-        f"data set {name!r}: neither a file, nor a folder, nor a known name; {did_you_mean(name, CATALOG)}"
-    )
+    path = own_path(name, CATALOG)
+    return load_folder(path, size=size, colour=colour, skip_bad=skip_bad) if path.is_dir() else load_npz(path)
 
 
 def load_digits() -> Dataset:
@@ -70,3 +77,180 @@ def grey_28(images: torch.Tensor) -> torch.Tensor:
         return images
     red, green, blue = images.int().unbind(1)
     return ((299 * red + 587 * green + 114 * blue + 500) // 1000).to(torch.uint8).unsqueeze(1)
+
+
+def load_folder(folder: Path, *, size: int = 32, colour: bool | None = None, skip_bad: bool = False) -> Dataset:
+    """Return the images below a folder, one sub-folder a class, or train/ and test/ with one sub-folder a class each.
+
+    Every image is turned upright, cut to its middle square and resized to size x size.  Without train/ and test/, one
+    image in five of each class, by a fixed rule, is the test split.
+    """
+    require(size >= 1, "size", size, "must be at least 1")
+    is_split = {path.name for path in visible(folder) if path.is_dir()} == {"train", "test"}
+    sides = [folder / "train", folder / "test"] if is_split else [folder]
+    paths_by_class = [_class_files(side) for side in sides]
+    class_names = tuple(paths_by_class[0])
+    if len(class_names) < 2:
+        raise ValueError(f"{sides[0]}: {len(class_names)} sub-folders with images, at least 2 are needed, one a class")
+    if unknown := paths_by_class[-1].keys() - set(class_names):
+        raise ValueError(f"{sides[-1]}: classes {sorted(unknown)} are not in train")
+    if missing := [name for name in class_names if name not in paths_by_class[-1]]:
+        say(f"{sides[-1]}: no images of {', '.join(missing)}")
+
+    bad: list[str] = []
+    read: list[list[tuple[NDArray[np.uint8], int]]] = []  # of each side: images, and the numbers of their classes
+    for paths in paths_by_class:
+        read.append([])
+        for path, label in ((path, label) for label, name in enumerate(class_names) for path in paths.get(name, ())):
+            try:
+                read[-1].append((read_image(path, height=size, width=size, colour=colour), label))
+            except ValueError as error:
+                bad.append(str(error))
+    if bad:
+        told = f"{folder}: {len(bad)} of {sum(map(len, read)) + len(bad)} files cannot be read"
+        if not skip_bad:
+            more = [f"and {len(bad) - _MAX_TOLD} more"] if len(bad) > _MAX_TOLD else []
+            lines = [f"{told} (skip_bad leaves them out):", *bad[:_MAX_TOLD], *more]
+            raise ValueError((" " if len(bad) == 1 else "\n  ").join(lines))
+        say(f"{told}, left out")
+    channels = max((len(image) for side in read for image, _ in side), default=1)
+    arrays: list[NDArray[Any]] = []
+    for side, labelled in zip(sides, read, strict=True):
+        if not labelled:
+            raise ValueError(f"{side}: no images that can be read")
+        arrays.append(np.stack([np.broadcast_to(image, (channels, size, size)) for image, _ in labelled]))
+        arrays.append(np.array([label for _, label in labelled]))
+    return build_dataset(folder.name, class_names, *arrays)
+
+
+def load_npz(path: Path) -> Dataset:
+    """Return the data set in an .npz file with x_train, y_train and, if wanted, x_test, y_test, class_names."""
+    try:
+        if not is_zipfile(path):
+            raise ValueError("it is no archive of arrays")
+        # opened here: np.load leaves a damaged file open
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            needed = _KEYS if "x_test" in file or "y_test" in file else _KEYS[:2]
+            if missing := [key for key in needed if key not in file]:
+                raise ValueError(f"it has no {', '.join(missing)}")
+            arrays = {key: file[key] for key in _KEYS if key in file}
+            given_names = tuple(map(str, file["class_names"])) if "class_names" in file else ()
+    except (ValueError, OSError, EOFError, BadZipFile, ZlibError, TypeError) as error:
+        is_object = "allow_pickle" in str(error)  # numpy's words for what only code in the file could rebuild
+        told = "it has objects in place of numbers or text: np.array(labels, dtype=str) makes text of them"
+        wanted = "x_train and y_train, perhaps with x_test and y_test"
+        raise ValueError(f"{path}: not an .npz file with {wanted} ({told if is_object else error})") from None
+    images = {key: _as_images(f"{path}: {key}", array) for key, array in arrays.items() if key.startswith("x")}
+    labels = {key: array for key, array in arrays.items() if key.startswith("y")}
+    for (x, images_n), (y, labels_n) in zip(images.items(), labels.items(), strict=True):
+        if labels_n.ndim != 1 or not len(labels_n):
+            raise ValueError(f"{path}: {y}: shape {labels_n.shape}, expected (n,)")
+        if len(images_n) != len(labels_n):
+            raise ValueError(f"{path}: {x} has {len(images_n)} images, {y} {len(labels_n)} labels")
+    if len(set(shapes := [array.shape[1:] for array in images.values()])) > 1:
+        raise ValueError(f"{path}: images of x_train and x_test have different shapes {shapes[0]} and {shapes[1]}")
+    numbers, class_names = _as_numbers(path, labels, given_names)
+    sides: list[NDArray[Any]] = [array for pair in zip(images.values(), numbers, strict=True) for array in pair]
+    return build_dataset(path.stem, class_names, *sides)
+
+
+def _as_images(label: str, array: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return images (n, C, H, W) in uint8, from (n, H, W), (n, C, H, W) or (n, H, W, C) with C of 1 or 3."""
+    if array.ndim == 3:
+        array = array[:, None]
+    elif array.ndim == 4 and array.shape[1] not in (1, 3) and array.shape[3] in (1, 3):
+        array = array.transpose(0, 3, 1, 2)
+    if array.ndim != 4 or array.shape[1] not in (1, 3) or 0 in array.shape:
+        expected = "(n, H, W), (n, C, H, W) or (n, H, W, C) with C 1 or 3"
+        raise ValueError(f"{label}: shape {array.shape}, expected {expected}")
+    if array.dtype == np.uint8:
+        return array
+    if array.dtype.kind not in "iuf":
+        raise ValueError(f"{label}: {array.dtype}, expected numbers")
+    if not np.isfinite(array).all():
+        raise ValueError(f"{label}: {int((~np.isfinite(array)).sum())} values are not finite")
+    lowest, highest = float(array.min()), float(array.max())
+    if lowest < 0 or highest > 255:
+        raise ValueError(f"{label}: values {lowest:g} … {highest:g}, expected 0 … 255, or fractions 0 … 1")
+    is_fraction = array.dtype.kind == "f" and highest <= 1
+    if not is_fraction and (array % 1 != 0).any():
+        raise ValueError(f"{label}: fractions up to {highest:g}, expected whole numbers 0 … 255, or fractions 0 … 1")
+    return np.round(array * 255 if is_fraction else array).astype(np.uint8)
+
+
+def _as_numbers(
+    path: Path, labels: dict[str, NDArray[Any]], given_names: tuple[str, ...]
+) -> tuple[list[NDArray[np.int64]], tuple[str, ...]]:
+    """Return the labels (n,) as the numbers of their classes, and the names of the classes."""
+    kinds = {array.dtype.kind for array in labels.values()}
+    if kinds <= {"U", "S"}:
+        words = {key: array.astype(str).tolist() for key, array in labels.items()}
+        class_names = given_names or tuple(sorted({word for column in words.values() for word in column}))
+        number = {name: n for n, name in enumerate(class_names)}
+        for key, column in words.items():
+            if unknown := sorted(set(column) - number.keys()):
+                raise ValueError(f"{path}: {key}: label {unknown[0]!r} is not one of class_names")
+        return [np.array([number[word] for word in column]) for column in words.values()], class_names
+    for key, array in labels.items():
+        is_number = array.dtype.kind in "biuf" and np.isfinite(array).all()
+        if not is_number or (array < 0).any() or (array % 1 != 0).any():
+            raise ValueError(f"{path}: {key}: expected whole numbers from 0, or text in all labels")
+        if array.max() >= _MAX_CLASSES:
+            raise ValueError(f"{path}: {key}: label {array.max():g}, expected numbers from 0 without gaps")
+    numbers = [array.astype(np.int64) for array in labels.values()]
+    num_classes = 1 + max(int(column.max()) for column in numbers)
+    if given_names and len(given_names) != num_classes:
+        raise ValueError(f"{path}: {len(given_names)} class_names for {num_classes} classes")
+    default = ("False", "True") if kinds == {"b"} else map(str, range(num_classes))
+    return numbers, given_names or tuple(default)
+
+
+def _class_files(folder: Path) -> dict[str, list[Path]]:
+    """Return the files in each sub-folder, by its name; an empty one is told and left out."""
+    found = {}
+    for place in (path for path in visible(folder) if path.is_dir()):
+        if files := [path for path in visible(place) if path.is_file()]:
+            found[place.name] = files
+        elif visible(place):
+            raise ValueError(f"{place}: sub-folders but no images, where the images of one class are expected")
+        else:
+            say(f"{place}: an empty folder, left out")
+    return found
+
+
+def read_image(
+    path: str | Path | IO[bytes], *, height: int, width: int, colour: bool | None = None
+) -> NDArray[np.uint8]:
+    """Return a file's pixels (C, H, W): upright, cut to its middle, resized, with C of 1 or 3, by default as the file has.
+
+    Whatever is wrong with the file is a ValueError that names it.
+    """
+    try:
+        with warnings.catch_warnings():
+            # up to twice Pillow's limit it only warns, of pictures that a telephone can take
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(path) as file:
+                image = _grey_or_colour(ImageOps.exif_transpose(file), colour)
+    except UnidentifiedImageError:
+        raise ValueError(f"{path}: not an image that Pillow can read") from None
+    # A damaged file can fail in any way, in any of Pillow's decoders.
+    except Exception as error:
+        raise ValueError(f"{path}: unreadable image ({getattr(error, 'strerror', None) or error})") from None
+    cut_width = max(1, min(image.width, image.height * width // height))
+    cut_height = max(1, min(image.height, image.width * height // width))
+    left, top = (image.width - cut_width) // 2, (image.height - cut_height) // 2
+    # cut first: ImageOps.fit, or the box of resize, would blend in pixels from beyond the cut
+    image = image.crop((left, top, left + cut_width, top + cut_height))
+    image = image.resize((width, height), Image.Resampling.BILINEAR)
+    return np.array(np.asarray(image).reshape(height, width, -1).transpose(2, 0, 1), order="C")  # writable, for torch
+
+
+def _grey_or_colour(image: Any, colour: bool | None) -> Any:
+    """Return the image in Pillow's mode L or RGB, as stated or by its own kind."""
+    is_grey = image.mode in ("1", "L", "LA", "F") or image.mode.startswith("I")
+    if image.mode.startswith("I"):
+        # sixteen bits: Pillow would clip at 255 instead of scaling
+        image = Image.fromarray((np.asarray(image).clip(0, 0xFFFF) >> 8).astype(np.uint8))
+    if is_grey:
+        image = image.convert("L")
+    return image.convert("RGB" if colour or (colour is None and not is_grey) else "L")

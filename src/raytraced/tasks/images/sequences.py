@@ -18,6 +18,7 @@ from torch import Tensor
 
 from raytraced.models.classifier import Classifier
 from raytraced.models.output import Model
+from raytraced.rays import gate_splits
 from raytraced.routers.raytraced import RaytracedExperts
 from raytraced.routing import RoutingNetwork
 from raytraced.stopping import anytime
@@ -85,17 +86,11 @@ def trace(model: Classifier, image: Tensor, label: str | None, class_names: Sequ
 
 def sent_rates(routing: RoutingNetwork, entry_N: Tensor, active_LN: Tensor) -> list[Tensor]:
     """What every node of each layer sends to each outlet (N, O); inactive nodes send nothing."""
-    inputs_NK, sent = entry_N[:, None], []
-    for layer in range(routing.num_layers):
-        passed_N = inputs_NK.sum(-1) * active_LN[layer]
-        if layer == routing.num_layers - 1:
-            share_NO = torch.zeros(len(passed_N), len(passed_N) + 1)
-            share_NO[:, -1] = 1
-        else:
-            share_NO = torch.einsum("nok,nk->no", routing.gate_weight(layer), inputs_NK).softmax(-1)
-        sent.append(passed_N[:, None] * share_NO)
-        inputs_NK = sent[-1][:, :-1].T
-    return sent
+    entry_1N, active_1LN, num = entry_N[None], active_LN[None], routing.num_experts
+    to_output_NO = torch.eye(num + 1)[-1].expand(num, -1)  # the last layer's nodes send all they have there
+    splits = [*(split_1NO[0] for split_1NO in gate_splits(routing, entry_1N, active_1LN)), to_output_NO]
+    passed_LN = routing(entry_1N, active_1LN).nodes[0] * active_LN
+    return [passed_N[:, None] * split_NO for passed_N, split_NO in zip(passed_LN, splits, strict=True)]
 
 
 def draw_traces(traces: list[Trace], path: Path) -> None:

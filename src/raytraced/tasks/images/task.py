@@ -15,15 +15,14 @@ from torch.nn.functional import cross_entropy
 
 from raytraced.models.output import Model
 from raytraced.tasks.images.dataset import Dataset, Loader
-from raytraced.tasks.images.loading import load
-from raytraced.tasks.images.own import read_image
+from raytraced.tasks.images.loading import load, read_image
+from raytraced.tasks.paths import visible
 from raytraced.tasks.task import Batch, Table, Task
-from raytraced.words import did_you_mean, require
+from raytraced.words import require
 
 NUM_BINS = 15  # of the calibration error
 NUM_SHOWN = 12  # images of each number of experts in the gallery
 MOST_DRAWN = 8  # images of one's own in a picture
-OPTIONS: dict[str, type] = {"size": int, "colour": bool, "skip_bad": bool, "augment": bool}
 
 
 class ImageTask(Task[Dataset]):
@@ -33,37 +32,26 @@ class ImageTask(Task[Dataset]):
     family = ""
     better = "accuracy"
     measured = ("mean", "std")
+    options = {"size": int, "colour": bool, "skip_bad": bool, "augment": bool}  # noqa: RUF012
     formats = {"accuracy": ".2%"}  # noqa: RUF012
 
     def load(self, data: str, root: str | None = None, **options: Any) -> Dataset:
-        for name, value in options.items():
-            if name not in OPTIONS:
-                raise ValueError(f"data option {name}: images have no such option; {did_you_mean(name, OPTIONS)}")
-            rule = "must be true or false" if OPTIONS[name] is bool else "must be a whole number"
-            require(type(value) is OPTIONS[name], f"data option {name}", repr(value), rule)
+        self.check_options(options)
         return load(data, root, **{name: value for name, value in options.items() if name != "augment"})
 
     def loader(self, data: Dataset, split: str, batch_size: int, options: dict[str, Any], **place: Any) -> Loader:
-        return Loader(getattr(data, split), batch_size, augment=options.get("augment", False), **place)
+        return Loader(data.splits[split], batch_size, augment=options.get("augment", False), **place)
 
     def spec(self, data: Dataset) -> dict[str, Any]:
         return {name: list(getattr(data, name)) for name in ("image_shape", "class_names", "mean", "std")}
 
-    def check(self, data: Dataset) -> None:
-        """Refuse a data set in which a class has no training image: its accuracy would be a riddle."""
-        counts = torch.bincount(data.train.labels, minlength=data.num_classes)
-        for name, count in zip(data.class_names, counts.tolist(), strict=True):
-            if count == 0:
-                raise ValueError(f"{data.name}: class {name!r} has no training image; add some or leave the class out")
-
     def load_for(self, model: Model, data: str, root: str | None = None) -> Dataset:
-        """In the size and colours that a model takes; its classes by the numbers that the model knows them by."""
-        assert model.card is not None
-        channels, height, _ = model.card.spec["image_shape"]
-        trained = model.card.training.get("data_options", {})
-        loaded = self.load(data, root, **trained | {"size": height, "colour": channels > 1})
-        self.check_fits(model, loaded)
-        return renumber(loaded, known_classes(model))
+        """With its classes by the numbers that the model knows them by."""
+        return renumber(super().load_for(model, data, root), known_classes(model))
+
+    def form(self, spec: dict[str, Any]) -> dict[str, Any]:
+        channels, height, _ = spec["image_shape"]
+        return {"size": height, "colour": channels > 1}
 
     def check_fits(self, model: Model, data: Dataset) -> None:
         """Refuse images of another shape, and a class that the model does not know."""
@@ -101,7 +89,7 @@ class ImageTask(Task[Dataset]):
         return data.num_classes
 
     def figures(self, data: Dataset, split: str, tables: Sequence[Table]) -> dict[str, Any]:
-        last, labels_n = tables[-1], getattr(data, split).labels.to(tables[-1].columns["loss"].device)
+        last, labels_n = tables[-1], data.splits[split].labels.to(tables[-1].columns["loss"].device)
         correct_n, experts_n = last.columns["correct"], last.columns["experts"]
         figures: dict[str, Any] = {
             "accuracy": float(correct_n.mean()),
@@ -173,10 +161,10 @@ def image_files(paths: Sequence[str]) -> list[Path]:
     """Files as they are, folders as the files below them."""
     found: list[Path] = []
     for path in map(Path, paths):
-        below = sorted(one for one in path.rglob("*") if one.is_file() and not one.name.startswith("."))
-        if path.is_dir() and not below:
+        below = [one for one in visible(path, "**/*") if one.is_file()] if path.is_dir() else [path]
+        if not below:
             raise ValueError(f"{path}: the folder holds no files")
-        found += below if path.is_dir() else [path]
+        found += below
     return found
 
 
@@ -198,8 +186,7 @@ def known_classes(model: Model) -> tuple[str, ...]:
 def renumber(data: Dataset, class_names: tuple[str, ...]) -> Dataset:
     """The same images, their classes numbered as in another list, which has all of them."""
     number_Y = torch.tensor([class_names.index(name) for name in data.class_names])
-    parts = {name: getattr(data, name) for name in ("train", "validation", "test")}
-    splits = {name: replace(part, labels=number_Y[part.labels]) for name, part in parts.items()}
+    splits: Any = {name: replace(part, labels=number_Y[part.labels]) for name, part in data.splits.items()}
     return replace(data, class_names=class_names, **splits)
 
 

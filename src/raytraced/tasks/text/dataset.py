@@ -1,17 +1,26 @@
-"""Texts as memory-mapped arrays, their splits, and the windows that a split is judged by.
+"""Texts as memory-mapped arrays, their splits, the windows that a split is judged by, and batches of windows.
 
-Axes: n windows of a split, T = context tokens of a window, V vocabulary. A token is a byte unless there is a tokenizer.
+Axes: n windows of a split, B of this rank in a batch, T = context tokens of a window, V vocabulary. A token is a byte unless
+there is a tokenizer.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from raytraced.data.hashing import random_bits
+from raytraced.tasks import task
+from raytraced.tasks.task import Batch
 from raytraced.words import require
+
+WINDOW = 6  # the stream of random bits, beside those of hashing.py
+MOST_TOKENS = 16_384  # of a batch in evaluation: the logits of more would take hundreds of megabytes
 
 NUM_STRETCHES, LAP = 100, 20
 """a text is cut into so many equal stretches; of every lap of 20 the tenth is for validation, the last for testing"""
@@ -91,13 +100,9 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Dataset:
+class Dataset(task.Data[Split]):
     """A text's splits, the names of its domains, how many steps an epoch has, and what its tokens are."""
 
-    name: str
-    train: Split
-    validation: Split
-    test: Split
     domain_names: tuple[str, ...]
     steps: int
     tokenizer: str | None = None
@@ -144,3 +149,48 @@ def build_dataset(
         for split in ("train", "validation", "test")
     }
     return Dataset(name, **parts, domain_names=tuple(domains), steps=steps, tokenizer=tokenizer, lengths=lengths)
+
+
+@dataclass(repr=False, eq=False)
+class Loader(task.Loader[Split]):
+    """Batches of windows.
+
+    With `shuffle`, batch b of an epoch is a pure function of (seed, step = epoch · steps + b): windows that begin anywhere,
+    of each domain in turn. Without, they are the split's own windows in order, the last filled up and masked.
+    """
+
+    steps: int
+    lengths: NDArray[np.int64] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.shuffle:
+            self.batch_size = min(self.batch_size, max(self.world_size, MOST_TOKENS // self.split.context))
+        self.lengths_V = None if self.lengths is None else torch.from_numpy(self.lengths).to(self.device)
+
+    @property
+    def num_samples(self) -> int:
+        return self.steps * self.batch_size if self.shuffle else len(self.split)
+
+    def batches(self, epoch: int, numbers: range) -> Iterator[Batch]:
+        for number in numbers:
+            rows = self.rows(number)
+            rows_B = np.arange(rows.start, rows.stop)
+            if self.shuffle:
+                windows = self.draw(epoch * self.steps + number, rows_B)
+            else:
+                windows = self.split.windows[number * self.batch_size + rows_B]
+            tokens = torch.from_numpy(self.split.read(windows)).to(self.device)
+            inputs, targets = tokens[:, :-1].clamp_min(0), tokens[:, 1:].clamp_min(0)
+            # to ask whether there is padding waits for the device: training has none
+            mask = None if self.shuffle or bool((tokens >= 0).all()) else tokens[:, 1:] >= 0
+            sizes = None if self.lengths_V is None else self.lengths_V[targets]
+            yield Batch(inputs, targets, torch.from_numpy(rows_B).to(self.device), mask, sizes)
+
+    def draw(self, step: int, rows_B: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The domain and the first token of some rows' windows at a step (B, 2)."""
+        domain_B = (step * self.batch_size + rows_B) % len(self.split.domains)
+        # one token more than a window must follow
+        num_B = np.array([len(text) for text in self.split.domains])[domain_B] - self.split.context
+        start_B = random_bits(WINDOW, self.seed, step, rows_B) % num_B.astype(np.uint64)
+        return np.stack((domain_B, start_B.astype(np.int64)), 1)

@@ -13,10 +13,9 @@ from torch.nn.functional import cross_entropy
 
 from raytraced.models.output import Model
 from raytraced.tasks.task import Batch, Table, Task
-from raytraced.tasks.text.dataset import Dataset
-from raytraced.tasks.text.loader import Loader
+from raytraced.tasks.text.dataset import Dataset, Loader
 from raytraced.tasks.text.loading import load
-from raytraced.words import did_you_mean
+from raytraced.words import require
 
 KINDS = ("letter", "digit", "space", "punctuation", "other")
 """of bytes; other: control characters, and all that are not ASCII"""
@@ -40,51 +39,29 @@ class TextTask(Task[Dataset]):
     family = "gpt"
     better = "bits_per_byte"
     higher = False
+    options = {"context": int, "steps": int, "judged": int | None, "tokenizer": str}  # noqa: RUF012
     formats = {"bits_per_byte": ".3f"}  # noqa: RUF012
 
     def load(self, data: str, root: str | None = None, **options: Any) -> Dataset:
-        kinds: dict[str, Any] = {"context": int, "steps": int, "judged": int | None, "tokenizer": str}
-        for name, value in options.items():
-            if name not in kinds:
-                raise ValueError(f"data option {name}: texts have no such option; {did_you_mean(name, kinds)}")
-            if not isinstance(value, kinds[name]) or isinstance(value, bool):
-                wanted = "a path" if name == "tokenizer" else "a whole number"
-                raise ValueError(f"data option {name}={value!r}: must be {wanted}")
+        self.check_options(options)
         return load(data, root, **options)
 
     def loader(self, data: Dataset, split: str, batch_size: int, options: dict[str, Any], **place: Any) -> Loader:
-        return Loader(getattr(data, split), batch_size, data.steps, lengths=data.lengths, **place)
+        return Loader(data.splits[split], batch_size, data.steps, lengths=data.lengths, **place)
 
     def spec(self, data: Dataset) -> dict[str, Any]:
         tokens = {} if data.tokenizer is None else {"tokenizer": data.tokenizer}
         return {"context": data.context, "vocabulary": data.vocabulary, **tokens}
 
-    def build(self, model: str, data: Dataset, options: dict[str, Any]) -> Model:
-        for name in ("context", "tokenizer", "vocabulary"):
-            if name in options:
-                raise ValueError(
-                    f"model option {name}: follows from the data; give --data_options.context or .tokenizer"
-                )
-        return super().build(model, data, options)
-
-    def check(self, data: Dataset) -> None:
-        """Whatever could be wrong with a text was told when it was loaded."""
-
-    def load_for(self, model: Model, data: str, root: str | None = None) -> Dataset:
-        """In the windows and tokens that a model knows."""
-        assert model.card is not None
-        spec, trained = model.card.spec, model.card.training.get("data_options", {})
-        own = {name: spec[name] for name in ("context", "tokenizer") if name in spec}
-        loaded = self.load(data, root, **{name: value for name, value in trained.items() if name != "tokenizer"} | own)
-        self.check_fits(model, loaded)
-        return loaded
+    def form(self, spec: dict[str, Any]) -> dict[str, Any]:
+        return {name: spec[name] for name in ("context", "tokenizer") if name in spec}
 
     def check_fits(self, model: Model, data: Dataset) -> None:
         """Refuse tokens that the model does not know."""
         assert model.card is not None
-        if data.vocabulary != model.card.spec.get("vocabulary", 256):
-            known = model.card.spec.get("vocabulary", 256)
-            raise ValueError(f"data={data.name}: has {data.vocabulary} different tokens; {model.name} knows {known}")
+        known = model.card.spec.get("vocabulary", 256)
+        rule = f"has {data.vocabulary} different tokens; {model.name} knows {known}"
+        require(data.vocabulary == known, "data", data.name, rule)
 
     def each(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """The loss of each token (B, T), 0 for padding."""
@@ -143,7 +120,7 @@ class TextTask(Task[Dataset]):
                     kind: ran / num if num else None for kind, ran, num in zip(KINDS, ran_G, num_G, strict=True)
                 }
         if len(data.domain_names) > 1:
-            number_n = torch.from_numpy(getattr(data, split).windows[:, 0]).to(columns["bytes"].device)
+            number_n = torch.from_numpy(data.splits[split].windows[:, 0]).to(columns["bytes"].device)
             parts = {
                 name: {key: column[number_n == number] for key, column in columns.items()}
                 for number, name in enumerate(data.domain_names)
