@@ -81,10 +81,6 @@ NO_CONFIG = {
 }
 
 
-class UsageError(ValueError):
-    """A mistake on the command line, told in one line."""
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code; a user's mistake is one line on stderr and code 2."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -151,7 +147,7 @@ def find_command(words: list[str]) -> tuple[str | None, list[str]]:
     name = " ".join(words[:length])
     if name.replace("_", "-") not in COMMANDS:
         known = group or (key.split()[0] for key in COMMANDS)
-        raise UsageError(f"{name}: no such command; {did_you_mean(name, known, SEE_HELP)}")
+        raise ValueError(f"{name}: no such command; {did_you_mean(name, known, SEE_HELP)}")
     return name.replace("_", "-"), words[length:]
 
 
@@ -186,7 +182,7 @@ def read_arguments(name: str, function: Callable[..., Any], words: list[str]) ->
         return {"config": config_type(**plain(parser.parse_args(words)))}
     except (jsonargparse.ArgumentError, UnicodeDecodeError) as error:
         files = re.findall(r"(?:^|\n)(?:-c|--config)[\n=](.+)", "\n".join(words))
-        raise UsageError(f"{name}: {explain(str(error), options, ', '.join(files))}") from error
+        raise ValueError(f"{name}: {explain(str(error), options, ', '.join(files))}") from error
 
 
 def normalise(words: list[str], options: dict[str, Any]) -> Iterable[list[str]]:
