@@ -54,7 +54,7 @@ class TrainingStep:
         self.objective, self.optimizer = Objective(model, config, task), build_optimizer(model, config)
         set_learning_rate(self.optimizer, rate)
         self.seeds = map(step_seed, repeat(config.seed), count())
-        self.totals = Totals(task, World(0, 1, torch.device("cpu")))
+        self.totals = Totals(World(0, 1, torch.device("cpu")))
 
     def __call__(self) -> None:
         batch = next(self.batches)

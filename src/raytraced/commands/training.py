@@ -53,25 +53,19 @@ def resume(
     """
     folder = open_run(run, output)
     folder.refuse_writer()
-    is_complete = folder.read_summary() is not None
-    complete = f"{folder.path} is complete; raytraced evaluate {folder.path} tells its figures, --epochs goes on"
-    if is_complete and epochs is None:
-        print(complete)
-        return 0
     from raytraced.tasks.table import whole_path
 
     config = _started_config(folder)
     given: dict[str, Any] = {"epochs": epochs, "lr": lr, "lr_routing": lr_routing, "lr_experts": lr_experts}
     given |= {"data": None if data is None else whole_path(data)}
     changes = {name: value for name, value in given.items() if value is not None and value != getattr(config, name)}
-    if is_complete and "epochs" not in changes:
-        print(complete)
+    if folder.read_summary() is not None and "epochs" not in changes:
+        print(f"{folder.path} is complete; raytraced evaluate {folder.path} tells its figures, --epochs goes on")
         return 0
     told = {name: {"from": getattr(config, name), "to": value} for name, value in changes.items()}
-    if changes:
-        config = replace(config, **changes)
-        done = len(folder.read_metrics())
-        require(config.epochs > done, "epochs", config.epochs, f"must be more than the {done} that are done")
+    config = replace(config, **changes)
+    done = len(folder.read_metrics())
+    require(not changes or config.epochs > done, "epochs", config.epochs, f"must be more than the {done} that are done")
     config = replace(config, quiet=quiet, device=device or config.device, threads=threads or config.threads)
     return _run(config, folder, told)
 

@@ -36,6 +36,7 @@ from raytraced.training.state import (
     diverged,
     epoch_metrics,
     make_checkpoint,
+    mean_figures,
     newest_checkpoint,
     restore_state,
     save_checkpoint,
@@ -56,13 +57,12 @@ def train(
     """Train as configured and return the run folder; with `run`, go on with that one, and note there what `changes`."""
     with join_world(config.device) as world, listen() as request, ExitStack() as held:
         reporter = reporter if reporter is not None and world.leads else Reporter()
+        held.callback(reporter.close)
         try:
             return _train(config, run, world, request, held, reporter, pictures, changes)
         except Interrupted as stop:
             # the frames in its traceback hold what must go before the process group does, or that waits for ever
             interruption = stop.with_traceback(None)
-        finally:
-            reporter.close()
     raise interruption
 
 
@@ -128,7 +128,7 @@ def _train(
         return evaluate(task, data, split, objective.predict, world, batch_size=EVALUATION_BATCH, full=full, **drawn)
 
     # A new run folder, or the state that an old one was left in.
-    state, totals = State(), Totals(task, world)
+    state, totals = State(), Totals(world)
     if begun is None:
         started = time.strftime("%Y-%m-%d-%H%M%S")
         run = world.from_leader(partial(create_run_folder, config, started))
@@ -188,7 +188,7 @@ def _train(
             totals.add(result, norm)
             state.step, state.batch = state.step + 1, state.batch + 1
             state.seconds = before + time.monotonic() - since
-            reporter.step(state.epoch, state.batch, partial(totals.means, state.seconds))
+            reporter.step(state.epoch, state.batch, partial(mean_figures, task, totals.sums))
 
             # Signals and the clock: all processes decide alike.
             is_due = time.monotonic() - saved_at > config.checkpoint_seconds

@@ -45,8 +45,8 @@ class State:
 class Totals:
     """Sums over the steps of an epoch, kept on the device: reading them at every step would make it wait."""
 
-    def __init__(self, task: Task, world: World) -> None:
-        self.task, self.world = task, world
+    def __init__(self, world: World) -> None:
+        self.world = world
         self.sums: dict[str, Any] = {}  # tensors, and numbers that need no device
 
     def add(self, result: StepResult, norm: Tensor) -> None:
@@ -55,10 +55,6 @@ class Totals:
         for name, value in (result.sums | alike).items():
             self.sums[name] = self.sums.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
 
-    def means(self, seconds: float) -> dict[str, float]:
-        """The figures of a live display, from this process's own samples."""
-        return mean_figures(self.task, self.sums, seconds / self.world.size)
-
     def reduced(self) -> dict[str, Tensor]:
         """The sums over all processes."""
         place, dtype = self.world.device, torch.float64
@@ -66,35 +62,29 @@ class Totals:
         return {name: self.world.sum(tensor.clone()) for name, tensor in tensors.items()}
 
 
-def mean_figures(task: Task, sums: dict[str, Any], seconds: float) -> dict[str, float]:
-    """Means over the targets (the norm's over the steps) counted so far."""
+def mean_figures(task: Task, sums: dict[str, Any]) -> dict[str, float]:
+    """Means over the targets counted so far."""
     known = {name: float(value) for name, value in sums.items()}
     num = max(1.0, known["targets"])
-    return {
-        "loss": known["loss"] / num,
-        **task.means(known, num),
-        "experts": known["experts"] / num,
-        "gradient_norm": known["norm"] / known["steps"],
-        "samples_per_second": num / max(seconds, 1e-9),
-    }
+    return {"loss": known["loss"] / num, **task.means(known, num), "experts": known["experts"] / num}
 
 
 def epoch_metrics(
     task: Task, state: State, sums: dict[str, Tensor], learning_rate: float, validation: dict[str, Any]
 ) -> dict[str, Any]:
     """One line of metrics.jsonl; two identical runs share all of it but seconds and samples_per_second."""
-    means = mean_figures(task, sums, state.seconds)
+    means = mean_figures(task, sums)
     judged = {name: validation[name] for name in ("loss", *task.formats)} | {"experts": validation["mean_experts"]}
     return {
         "epoch": state.epoch + 1,
         "step": state.step,
         "learning_rate": learning_rate,
         **{f"train_{name}": means[name] for name in judged},
-        "gradient_norm": means["gradient_norm"],
+        "gradient_norm": float(sums["norm"] / sums["steps"]),
         **{f"validation_{name}": value for name, value in judged.items()},
         "expert_load": validation["expert_load"],
         "seconds": state.seconds,
-        "samples_per_second": means["samples_per_second"],
+        "samples_per_second": float(sums["targets"]) / max(state.seconds, 1e-9),
     }
 
 

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from raytraced.progress import clock
 from raytraced.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -21,6 +20,13 @@ FEW = 10
 """groups at each end of a long table"""
 DISPENSABLE = ("parameters", "seed", "time", "validation", "data", "model", "experts")
 """columns that a narrow terminal's table of runs does without, the first of them first"""
+
+
+def clock(seconds: float) -> str:
+    """A duration as 1:02:03 or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def make_table(
