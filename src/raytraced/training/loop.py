@@ -31,7 +31,6 @@ from raytraced.training.reporter import Reporter
 from raytraced.training.run_folder import RunFolder, create_run_folder
 from raytraced.training.state import (
     State,
-    Totals,
     check_same_data,
     diverged,
     epoch_metrics,
@@ -128,7 +127,7 @@ def _train(
         return evaluate(task, data, split, objective.predict, world, batch_size=EVALUATION_BATCH, full=full, **drawn)
 
     # A new run folder, or the state that an old one was left in.
-    state, totals = State(), Totals(world)
+    state = State()
     if begun is None:
         started = time.strftime("%Y-%m-%d-%H%M%S")
         run = world.from_leader(partial(create_run_folder, config, started))
@@ -140,7 +139,7 @@ def _train(
         if checkpoint is not None:
             for difference in check_same_data(task, checkpoint.state.get("spec", {}), card.spec, config.data):
                 reporter.warn(difference)
-            state = restore_state(checkpoint, model, optimizer, totals)
+            state = restore_state(checkpoint, model, optimizer, world)
         if world.leads:
             if changes:  # not before: what cannot go on leaves the run as it was
                 run.add_continuation(config, changes)
@@ -153,7 +152,7 @@ def _train(
 
     def save() -> float:
         """Write a checkpoint: every process gives its part, the leader writes."""
-        checkpoint = make_checkpoint(config, card.spec, model, optimizer, totals, state)
+        checkpoint = make_checkpoint(config, card.spec, model, optimizer, state, world)
         world.from_leader(partial(save_checkpoint, run.last, checkpoint))
         return time.monotonic()
 
@@ -185,10 +184,10 @@ def _train(
             if not bool(torch.isfinite(norm)):  # before the weights move: the last checkpoint stays a good one
                 raise diverged(run, state, batch.inputs, model, result)
             optimizer.step()
-            totals.add(result, norm)
+            state.count(result, norm, world.leads)
             state.step, state.batch = state.step + 1, state.batch + 1
             state.seconds = before + time.monotonic() - since
-            reporter.step(state.epoch, state.batch, partial(mean_figures, task, totals.sums))
+            reporter.step(state.epoch, state.batch, partial(mean_figures, task, state.sums))
 
             # Signals and the clock: all processes decide alike.
             is_due = time.monotonic() - saved_at > config.checkpoint_seconds
@@ -201,7 +200,7 @@ def _train(
         # The epoch's figures; the best model is written before the checkpoint that says so.
         result_v = judge("validation")
         last_rate = config.lr * optim.learning_rate_factor(config, state.step - 1, len(loader))
-        state.history.append(epoch_metrics(task, state, totals.reduced(), last_rate, result_v))
+        state.history.append(epoch_metrics(task, state, state.total(world), last_rate, result_v))
         value = result_v[task.better]
         if state.best is None or (value > state.best if task.higher else value < state.best):
             state.best, state.best_epoch = value, state.epoch + 1
@@ -209,7 +208,7 @@ def _train(
             if world.leads:
                 save_tensors(run.best, tensors, card)
         state.epoch, state.batch, state.seconds = state.epoch + 1, 0, 0.0
-        totals.sums = {}
+        state.sums = {}
         saved_at = save()
         if world.leads:
             run.write_metrics(state.history)
