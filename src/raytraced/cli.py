@@ -10,6 +10,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jsonargparse
@@ -166,7 +167,7 @@ def read_arguments(name: str, function: Callable[..., Any], words: list[str]) ->
     types.pop("return", None)
     config_type = types.get("config")
     options = types if config_type is None else typing.get_type_hints(config_type)
-    words = [token for word in normalise(words, options) for token in word]
+    words = list(normalise(words, options))
     parser = make_parser(name, function, types)
     try:
         if config_type is None:
@@ -185,17 +186,17 @@ def read_arguments(name: str, function: Callable[..., Any], words: list[str]) ->
         raise ValueError(f"{name}: {explain(str(error), options, ', '.join(files))}") from error
 
 
-def normalise(words: list[str], options: dict[str, Any]) -> Iterable[list[str]]:
+def normalise(words: list[str], options: dict[str, Any]) -> Iterable[str]:
     """Turn `--target-experts` into `--target_experts`, and a bare `--quiet` into `--quiet true`."""
-    for position, word in enumerate(words):
-        if not word.startswith("--") or word == "--":
-            yield [word]
+    for word, following in pairwise([*words, ""]):
+        if not word.startswith("--"):
+            yield word
             continue
         flag, equals, value = word.partition("=")
         flag = "--" + flag[2:].replace("-", "_")
-        following = words[position + 1] if position + 1 < len(words) else ""
-        is_bare = not equals and following.lower() not in ("true", "false")
-        yield [flag, "true"] if options.get(flag[2:]) is bool and is_bare else [flag + equals + value]
+        yield flag + equals + value
+        if options.get(flag[2:]) is bool and not equals and following.lower() not in ("true", "false"):
+            yield "true"
 
 
 def make_parser(name: str, function: Callable[..., Any], types: dict[str, Any]) -> jsonargparse.ArgumentParser:

@@ -79,10 +79,8 @@ def print_runs(found: Sequence[dict[str, Any]]) -> None:
     """A table with a row a run, of as many columns as there is room for: a name cut short would be of no use to `resume`."""
     console = Console()
     wide = Console(width=1000, height=100)  # rich heeds a width in every terminal only with a height
-    rows, formats = (
-        [_shown(row) for row in found],
-        dict.fromkeys(("epochs", "validation", "test", "time"), "") | FORMATS,
-    )
+    rows = [_shown(row) for row in found]
+    formats = dict.fromkeys(("epochs", "validation", "test", "time"), "") | FORMATS
     for num_left_out in range(len(DISPENSABLE) + 1):
         left_out = DISPENSABLE[:num_left_out]
         table = make_table([{name: row[name] for name in row if name not in left_out} for row in rows], formats)
