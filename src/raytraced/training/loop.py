@@ -72,11 +72,9 @@ def check_memory(model: Model) -> None:
     # weights, gradients, two moments, the best weights; a checkpoint of three of them as it is written; a batch on its way
     needed = 10 * sum(tensor.nbytes for tensor in model.parameters())
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    rule = (
-        f"training them takes some {needed / 1e9:,.0f} GB, the machine has {there / 1e9:,.0f}; make the model smaller"
-    )
     if needed > there:
-        raise ValueError(f"not enough memory for {num_parameters(model):,} parameters: {rule}")
+        sizes = f"training them takes some {needed / 1e9:,.0f} GB, the machine has {there / 1e9:,.0f}"
+        raise ValueError(f"not enough memory for {num_parameters(model):,} parameters: {sizes}; make the model smaller")
 
 
 def _train(
@@ -160,9 +158,8 @@ def _train(
         if signal_number:
             raise Interrupted(signal_number, state.step, run.path)
 
-    if (
-        config.batch_size > len(data.train) and len(loader) == 1 and world.leads
-    ):  # texts are drawn from as often as asked
+    is_larger = config.batch_size > len(data.train) and len(loader) == 1  # texts are drawn from as often as asked
+    if is_larger and world.leads:
         told = f"there are only {len(data.train)} training samples, all in one batch"
         reporter.warn(f"batch_size={config.batch_size}: {told}")
     reporter.start(task.formats, config.epochs, len(loader), state.epoch, state.batch)

@@ -40,9 +40,7 @@ class State:
     best: float | None = None  # of the task's figure on validation data
     best_epoch: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)
-    sums: dict[str, Any] = field(
-        default_factory=dict
-    )  # over this epoch's steps: tensors, and numbers that need no device
+    sums: dict[str, Any] = field(default_factory=dict)  # over this epoch's steps; what needs no device is no tensor
 
     def count(self, result: StepResult, norm: Tensor, leads: bool = True) -> None:
         """Add one step of this process, on the device: reading would make it wait. What all know alike, the leader counts."""
@@ -186,11 +184,9 @@ def tells_how_to_go_on(run: RunFolder) -> Iterator[None]:
 def diverged(run: RunFolder, state: State, inputs: Tensor, model: nn.Module, result: StepResult) -> Diverged:
     """Which step, which tensor first, and what is still whole."""
     parameters = dict(model.named_parameters())
-    suspects: dict[str, Tensor | None] = {"the inputs": inputs, **parameters}
-    suspects |= {"the logits": result.logits, "the loss": result.loss}
-    suspects |= {f"the gradient of {name}": parameter.grad for name, parameter in parameters.items()}
-    known = {name: value for name, value in suspects.items() if value is not None}
-    bad = (name for name, value in known.items() if not bool(optim.whole(value.detach()).isfinite().all()))
+    gradients = {f"the gradient of {name}": one.grad for name, one in parameters.items() if one.grad is not None}
+    suspects = {"the inputs": inputs, **parameters, "the logits": result.logits, "the loss": result.loss, **gradients}
+    bad = (name for name, value in suspects.items() if not bool(optim.whole(value.detach()).isfinite().all()))
     kept = list_checkpoints(run.last)
     last = f"the last good checkpoint is {kept[0]}" if kept else "there is no checkpoint yet"
     return Diverged(
