@@ -3,11 +3,12 @@
 import json
 import subprocess
 import sys
+from typing import get_type_hints
 
 import pytest
 import yaml
 
-from raytraced.cli import COMMANDS, import_target, main, read_arguments
+from raytraced.cli import COMMANDS, import_target, main, make_parser, read_arguments
 from raytraced.commands.training import train
 from raytraced.training.config import TrainConfig
 
@@ -143,3 +144,10 @@ def test_printed_configuration_gives_the_same_configuration(tmp_path, capsys):
 def test_every_command_leads_to_a_function():
     for command in COMMANDS.values():
         assert callable(import_target(command.target))
+
+
+def test_every_option_of_every_command_is_told():
+    for name, command in COMMANDS.items():
+        function = import_target(command.target)
+        parser = make_parser(name, function, get_type_hints(function) | {"return": None})
+        assert [action.dest for action in parser._actions if not action.help] == []

@@ -6,33 +6,26 @@ __version__ = "0.1.0"
 
 TYPE_CHECKING = False  # typing's own takes ten times as long as the rest, in which Ctrl-C is not yet told in one line
 
-# Where each public name lives. They are imported when first used: `raytraced --help` must not wait for torch.
-_HOME = {
-    "RoutingNetwork": "routing",
-    "Rates": "routing",
-    "Route": "sequence",
-    "stop_losses": "sequence",
-    "MLPExperts": "grid",
-    "RoutedLayer": "layer",
-    "LayerOutput": "layer",
-    "HiddenOnly": "layer",
-    "activation_sequence": "routers.raytraced",
-    "RaytracedExperts": "routers.raytraced",
-    "PAPER": "routers.raytraced",
-    "Output": "models.output",
-    "Model": "models.output",
-    "build": "models.table",
-    "GPT": "models.gpt",
-    "anytime": "stopping",
-    "Step": "stopping",
-    "load": "saving",
-    "save": "saving",
-    "replace_feed_forward": "replace",
-    "operations": "",
-    "rays": "",
+# The public names of each file; no names: the file itself. They are imported when first used: `raytraced --help` must not
+# wait for torch.
+_HOMES = {
+    "routing": ("RoutingNetwork", "Rates"),
+    "sequence": ("Route", "stop_losses"),
+    "grid": ("MLPExperts",),
+    "layer": ("RoutedLayer", "LayerOutput", "HiddenOnly"),
+    "routers.raytraced": ("activation_sequence", "RaytracedExperts", "PAPER"),
+    "models.output": ("Output", "Model"),
+    "models.table": ("build",),
+    "models.gpt": ("GPT",),
+    "stopping": ("anytime", "Step"),
+    "saving": ("load", "save"),
+    "replace": ("replace_feed_forward",),
+    "operations": (),
+    "rays": (),
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names or (home,)}
 
-__all__ = [*_HOME, "__version__"]
+__all__ = [*_HOME_OF, "__version__"]
 
 if TYPE_CHECKING:
     from raytraced import operations as operations
@@ -60,10 +53,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'raytraced' has no attribute {name!r}")
-    home = _HOME[name]
-    value = getattr(import_module(f"raytraced.{home}"), name) if home else import_module(f"raytraced.{name}")
+    home = import_module(f"raytraced.{_HOME_OF[name]}")
+    value = getattr(home, name) if _HOMES[_HOME_OF[name]] else home
     globals()[name] = value
     return value
 

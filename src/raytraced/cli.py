@@ -10,6 +10,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jsonargparse
@@ -21,37 +22,47 @@ from raytraced.words import did_you_mean
 
 
 class Command(NamedTuple):
-    """Where a command lives ("module:function", importable without torch) and what it does, in one line."""
+    """Where a command lives ("file:function" of commands/, importable without torch) and what it does, in one line."""
 
     target: str
     summary: str
 
 
 COMMANDS = {
-    "train": Command("raytraced.commands.training:train", "train a model; ends with its figures and the run folder"),
-    "evaluate": Command("raytraced.commands.training:evaluate", "how good a trained model is, how sure, what it uses"),
-    "calibrate": Command(
-        "raytraced.commands.training:calibrate", "how sure an answer must be for a model to stop there"
-    ),
-    "predict": Command("raytraced.commands.training:predict", "what a trained model makes of files of one's own"),
-    "generate": Command("raytraced.commands.generate:generate", "let a language model go on with a text"),
-    "serve": Command("raytraced.commands.serve:serve", "answer over HTTP, with deadlines that are kept; and a page"),
-    "explore": Command("raytraced.commands.explore:explore", "a page in which models run: see them think"),
-    "export": Command(
-        "raytraced.commands.export:export", "a trained classifier for other runtimes: ONNX, torch.export"
-    ),
-    "resume": Command("raytraced.commands.training:resume", "go on with a run that was stopped, exactly where it was"),
-    "runs": Command("raytraced.commands.training:runs", "a table of past runs"),
-    "compare": Command("raytraced.commands.training:compare", "curves and a table of several runs"),
-    "models": Command("raytraced.commands.models:models", "every model: reference, parameters, multiply-adds"),
-    "reproduce": Command("raytraced.commands.reproduce:reproduce", "the paper's tables, figures and claims, and more"),
-    "benchmark": Command("raytraced.commands.benchmark:benchmark", "speed and memory as ratios, side by side"),
-    "checks": Command("raytraced.commands.checks:checks", "versions, compiled operations, devices: for a bug report"),
-    "data list": Command("raytraced.commands.data:list_data", "data sets: cached or not, size, source"),
-    "data get": Command("raytraced.commands.data:get", "download and verify data sets"),
-    "data show": Command("raytraced.commands.data:show", "a contact sheet with labels, and class counts"),
+    "train": Command("training:train", "train a model; ends with its figures and the run folder"),
+    "evaluate": Command("training:evaluate", "how good a trained model is, how sure, what it uses"),
+    "calibrate": Command("training:calibrate", "how sure an answer must be for a model to stop there"),
+    "predict": Command("training:predict", "what a trained model makes of files of one's own"),
+    "generate": Command("generate:generate", "let a language model go on with a text"),
+    "serve": Command("serve:serve", "answer over HTTP, with deadlines that are kept; and a page"),
+    "explore": Command("explore:explore", "a page in which models run: see them think"),
+    "export": Command("export:export", "a trained classifier for other runtimes: ONNX, torch.export"),
+    "resume": Command("training:resume", "go on with a run that was stopped, exactly where it was"),
+    "runs": Command("training:runs", "a table of past runs"),
+    "compare": Command("training:compare", "curves and a table of several runs"),
+    "models": Command("models:models", "every model: reference, parameters, multiply-adds"),
+    "reproduce": Command("reproduce:reproduce", "the paper's tables, figures and claims, and more"),
+    "benchmark": Command("benchmark:benchmark", "speed and memory as ratios, side by side"),
+    "checks": Command("checks:checks", "versions, compiled operations, devices: for a bug report"),
+    "data list": Command("data:list_data", "data sets: cached or not, size, source"),
+    "data get": Command("data:get", "download and verify data sets"),
+    "data show": Command("data:show", "a contact sheet with labels, and class counts"),
 }
 
+# What options mean that several commands have; the docstring of a command tells the others.
+SHARED_OPTIONS = {
+    "run": "A run folder, its name in the output folder, a model.safetensors file, or a shipped model's name.",
+    "output": "Folder that run folders are in.",
+    "weights": "Those a run ended with, or those of its best epoch so far (best), also of a run that is not over.",
+    "device": "cpu, cuda, …",
+    "data": "Data set (default: what it was trained on).",
+    "data_root": "Where data sets are kept.",
+    "root": "Cache folder (default: $RAYTRACED_HOME/data, else raytraced/data in the user's cache folder).",
+    "max_experts": "At most so many experts a sample.",
+    "sure": "Stop at the first answer whose probability reaches this, or what calibrate found (calibrated).",
+    "look": "After what an answer is looked at: each layer, or each expert.",
+    "json": "Print JSON in place of tables; of a list, one object a line.",
+}
 
 # Options by the names that other tools give them.
 SYNONYMS = {
@@ -69,10 +80,6 @@ NO_CONFIG = {
     "Problems parsing config": "the file is no YAML",
     "codec can't decode": "the file is no text in UTF-8",
 }
-
-
-class UsageError(ValueError):
-    """A mistake on the command line, told in one line."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -133,26 +140,22 @@ def overview(commands: dict[str, Command]) -> str:
 
 def find_command(words: list[str]) -> tuple[str | None, list[str]]:
     """Split the words into the command's name (of one or two words; None for help on a group) and its arguments."""
-    first = words[0].replace("_", "-")
-    if first in COMMANDS:
-        return first, words[1:]
-    group = [name for name in COMMANDS if name.startswith(first + " ")]
-    if not group:
-        raise UsageError(
-            f"{words[0]}: no such command; {did_you_mean(first, (key.split()[0] for key in COMMANDS), SEE_HELP)}"
-        )
-    if len(words) == 1 or words[1] in ("-h", "--help"):
+    first, *rest = words
+    group = [name for name in COMMANDS if name.startswith(f"{first} ")]
+    if group and (not rest or rest[0] in ("-h", "--help")):
         return None, []
-    name = f"{first} {words[1].replace('_', '-')}"
-    if name not in COMMANDS:
-        raise UsageError(f"{first} {words[1]}: no such command; {did_you_mean(name, group, SEE_HELP)}")
-    return name, words[2:]
+    length = 2 if group else 1
+    name = " ".join(words[:length])
+    if name.replace("_", "-") not in COMMANDS:
+        known = group or (key.split()[0] for key in COMMANDS)
+        raise ValueError(f"{name}: no such command; {did_you_mean(name, known, SEE_HELP)}")
+    return name.replace("_", "-"), words[length:]
 
 
 def import_target(target: str) -> Callable[..., Any]:
-    """The function that "module:function" names."""
-    module, _, function = target.partition(":")
-    return typing.cast("Callable[..., Any]", getattr(importlib.import_module(module), function))
+    """The function that "file:function" names."""
+    file, _, function = target.partition(":")
+    return typing.cast("Callable[..., Any]", getattr(importlib.import_module(f"raytraced.commands.{file}"), function))
 
 
 def read_arguments(name: str, function: Callable[..., Any], words: list[str]) -> dict[str, Any]:
@@ -164,7 +167,7 @@ def read_arguments(name: str, function: Callable[..., Any], words: list[str]) ->
     types.pop("return", None)
     config_type = types.get("config")
     options = types if config_type is None else typing.get_type_hints(config_type)
-    words = [token for word in normalise(words, options) for token in word]
+    words = list(normalise(words, options))
     parser = make_parser(name, function, types)
     try:
         if config_type is None:
@@ -180,20 +183,20 @@ def read_arguments(name: str, function: Callable[..., Any], words: list[str]) ->
         return {"config": config_type(**plain(parser.parse_args(words)))}
     except (jsonargparse.ArgumentError, UnicodeDecodeError) as error:
         files = re.findall(r"(?:^|\n)(?:-c|--config)[\n=](.+)", "\n".join(words))
-        raise UsageError(f"{name}: {explain(str(error), options, ', '.join(files))}") from error
+        raise ValueError(f"{name}: {explain(str(error), options, ', '.join(files))}") from error
 
 
-def normalise(words: list[str], options: dict[str, Any]) -> Iterable[list[str]]:
+def normalise(words: list[str], options: dict[str, Any]) -> Iterable[str]:
     """Turn `--target-experts` into `--target_experts`, and a bare `--quiet` into `--quiet true`."""
-    for position, word in enumerate(words):
-        if not word.startswith("--") or word == "--":
-            yield [word]
+    for word, following in pairwise([*words, ""]):
+        if not word.startswith("--"):
+            yield word
             continue
         flag, equals, value = word.partition("=")
         flag = "--" + flag[2:].replace("-", "_")
-        following = words[position + 1] if position + 1 < len(words) else ""
-        is_bare = not equals and following.lower() not in ("true", "false")
-        yield [flag, "true"] if options.get(flag[2:]) is bool and is_bare else [flag + equals + value]
+        yield flag + equals + value
+        if options.get(flag[2:]) is bool and not equals and following.lower() not in ("true", "false"):
+            yield "true"
 
 
 def make_parser(name: str, function: Callable[..., Any], types: dict[str, Any]) -> jsonargparse.ArgumentParser:
@@ -211,16 +214,13 @@ def make_parser(name: str, function: Callable[..., Any], types: dict[str, Any]) 
         parser.add_class_arguments(types["config"])
     lists: set[str | int] = {key for key, kind in types.items() if kind in (list[str], list[str] | None)}
     parser.add_function_arguments(function, as_positional=True, skip=lists | {"config"})
-    for key in lists:
-        required = is_required(function, str(key))
-        told = f"{'one' if required else 'none'} or more"
-        parser.add_argument(str(key), nargs="+" if required else "*", type=str, help=told)
+    for key, parameter in inspect.signature(function).parameters.items():
+        if key in lists:
+            least, nargs = ("one", "+") if parameter.default is parameter.empty else ("none", "*")
+            parser.add_argument(key, nargs=nargs, type=str, help=f"{least} or more")
+    for action in parser._actions:
+        action.help = action.help or SHARED_OPTIONS.get(action.dest)
     return parser
-
-
-def is_required(function: Callable[..., Any], parameter: str) -> bool:
-    """Whether a parameter has no default."""
-    return inspect.signature(function).parameters[parameter].default is inspect.Parameter.empty
 
 
 def plain(values: Any) -> dict[str, Any]:

@@ -67,14 +67,8 @@ def measure(model: Model, inputs: Tensor, batch_size: int = 1000) -> Cost:
     costs = [sample_cost(model, part, model(part)) for part in inputs.split(batch_size)]
     model.train(was_training)
 
-    def mean(values: list[Tensor]) -> float:
-        return float(torch.cat(values).double().mean())
+    def mean(name: str) -> float:
+        return float(torch.cat([getattr(cost, name) for cost in costs]).double().mean())
 
-    return Cost(
-        parameters=num_parameters(model),
-        used_parameters=mean([cost.parameters for cost in costs]),
-        experts=mean([cost.experts for cost in costs]),
-        multiply_adds=mean([cost.multiply_adds for cost in costs]),
-        routing_multiply_adds=mean([cost.routing_multiply_adds for cost in costs]),
-        expert_multiply_adds=mean([cost.expert_multiply_adds for cost in costs]),
-    )
+    names = ("experts", "multiply_adds", "routing_multiply_adds", "expert_multiply_adds")
+    return Cost(num_parameters(model), mean("parameters"), *map(mean, names))

@@ -15,7 +15,7 @@ from raytraced.tasks.images.dataset import Split
 from raytraced.tasks.images.task import NUM_SHOWN, ImageTask, calibration_error
 from raytraced.tasks.task import Batch
 from raytraced.training.config import TrainConfig
-from raytraced.training.evaluation import Diverged, add_load, evaluate
+from raytraced.training.evaluation import Diverged, count_load, evaluate
 from raytraced.training.loop import train
 from raytraced.training.objective import Objective
 from raytraced.training.world import World
@@ -149,7 +149,7 @@ def test_the_load_of_a_second_routed_layer_stands_below_that_of_the_first(digits
         torch.zeros(80, 10), tuple(Route(active, None, active.sum((1, 2)), None) for active in (first, second))
     )
     batch = Batch(digits.test.images, digits.test.labels, torch.arange(80))
-    load = add_load(TASK, digits, batch, out, None).sum(0)
+    load = count_load(TASK, digits, batch, out).sum(0)
     assert load.tolist() == [*first.sum(0).tolist(), *second.sum(0).tolist()]
 
 

@@ -28,8 +28,7 @@ from raytraced.training.interrupt import Interrupted
 from raytraced.training.loop import train
 from raytraced.training.objective import Objective, step_seed
 from raytraced.training.optim import build_optimizer, gradient_norm, set_learning_rate
-from raytraced.training.state import Totals
-from raytraced.training.world import World
+from raytraced.training.state import State
 
 SEED, BATCH_SIZE = 0, 256
 STATES = ("at initialisation", "trained")
@@ -54,7 +53,7 @@ class TrainingStep:
         self.objective, self.optimizer = Objective(model, config, task), build_optimizer(model, config)
         set_learning_rate(self.optimizer, rate)
         self.seeds = map(step_seed, repeat(config.seed), count())
-        self.totals = Totals(task, World(0, 1, torch.device("cpu")))
+        self.state = State()
 
     def __call__(self) -> None:
         batch = next(self.batches)
@@ -65,7 +64,7 @@ class TrainingStep:
         norm = gradient_norm(self.parameters, None)
         bool(norm.isfinite())  # the loop looks, before weights move
         self.optimizer.step()
-        self.totals.add(result, norm)
+        self.state.count(result, norm)
 
     def contender(self, name: str, threads: int = 1) -> Contender:
         return Contender(name, self, threads, mean_experts(self.model, next(self.batches).inputs))

@@ -16,12 +16,7 @@ EXTRAS = (
 
 
 def checks(root: str | None = None, json: bool = False) -> int:
-    """Versions, compiled operations, threads, devices and cached data: what a bug report needs.
-
-    Args:
-        root: Cache folder (default: $RAYTRACED_HOME/data, else raytraced/data in the user's cache folder).
-        json: Print JSON instead of lines.
-    """
+    """Versions, compiled operations, threads, devices and cached data: what a bug report needs."""
     found = look_around(root)
     if json:
         print(dumps(found, indent=2, ensure_ascii=False))

@@ -7,11 +7,7 @@ from raytraced.words import did_you_mean, require
 
 
 def list_data(root: str | None = None) -> None:
-    """List the data sets: cached or not, size, source.
-
-    Args:
-        root: Cache folder (default: $RAYTRACED_HOME/data, else raytraced/data in the user's cache folder).
-    """
+    """List the data sets: cached or not, size, source."""
     from rich.console import Console
 
     from raytraced.data.cache import cache_root, is_cached
@@ -39,7 +35,6 @@ def get(names: list[str], root: str | None = None) -> None:
 
     Args:
         names: One or more of mnist, fashion-mnist, cifar10, union (all three), enwik8, mix (five texts).
-        root: Cache folder (default: $RAYTRACED_HOME/data, else raytraced/data in the user's cache folder).
     """
     from raytraced.data.cache import cache_root, entry_folder, obtain
 
@@ -63,7 +58,6 @@ def show(name: str, root: str | None = None, output: str | None = None, skip_bad
 
     Args:
         name: A data set, or the path of an image folder or of an .npz file.
-        root: Cache folder (default: $RAYTRACED_HOME/data, else raytraced/data in the user's cache folder).
         output: The PNG file to write (default: NAME.png in the current folder).
         skip_bad: Leave out the files of a folder that cannot be read.
     """

@@ -26,7 +26,6 @@ def export(
         prefixes: Give the answers after 0, 1, 2, … experts in place of the last alone.
         pixels: What images are: bytes (uint8) or fractions in 0 … 1 (float).
         opset: The version of ONNX's operators, 18 to 23.
-        weights: Those the run ended with, or those of its best epoch so far (best), also of a run that is not over.
     """
     source = find_source(run, "runs", weights)
     path = Path(output or Path(run).name.removesuffix(".safetensors") + ENDINGS[format])

@@ -34,16 +34,12 @@ def generate(
     """Let a trained language model go on with a text; in a terminal each byte has the colour of the experts it took.
 
     Args:
-        run: A run folder, its name in the output folder, or a model.safetensors file.
         prompt: The text to go on with; "" begins at a new line.
         length: How many bytes (of a model with a tokenizer: tokens) to add.
         temperature: Below 1 likely bytes become likelier, above 1 less so; 0 takes the likeliest.
         top_p: Draw among the likeliest bytes that together have this probability.
         seed: Of the draws.
         max_experts: At most so many experts a byte in each block.
-        weights: Those the run ended with, or those of its best epoch so far (best), also of a run that is not over.
-        device: cpu, cuda, …
-        output: Folder that run folders are in.
         json: Print the text and the experts of each byte as JSON, at the end.
     """
     require(length >= 0, "length", length, "must not be negative")

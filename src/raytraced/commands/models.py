@@ -11,7 +11,6 @@ def models(sizes: Literal["mnist", "cifar10", "digits"] = "mnist", seed: int = 0
     Args:
         sizes: Of images, classes and the expert grid.
         seed: Of the weights.
-        json: Print JSON instead of a table.
     """
     import torch
     from rich.console import Console

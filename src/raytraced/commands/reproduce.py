@@ -27,7 +27,6 @@ def reproduce(
         only: Parts, such as table1,fig5, or sets of parts: default, claims, frontier, union, all; or text, by itself.
         data: Only these data sets, such as mnist,cifar10.
         output: Folder of the results; runs are trained in its sub-folder runs.
-        data_root: Where data sets are kept.
         workers: Processes that train side by side, one core each (default: as many as there are cores).
         redraw: Train nothing: draw from the records in OUTPUT/records.
         dry_run: Only tell what would be trained, and how long it may take.

@@ -29,8 +29,6 @@ def serve(
         port: The port to listen on; 0 for any that is free.
         hosts: Names, with commas, by which it may be called besides localhost and its address.
         threads: CPU threads of one computation.
-        weights: Those a run ended with, or those of its best epoch so far (best), also of a run that is not over.
-        output: Folder that run folders are in.
     """
     if not 0 <= port <= 65535:
         raise ValueError(f"port={port}: must lie in 0 … 65535")

@@ -47,32 +47,25 @@ def resume(
         lr_routing: Another learning rate of the routing.
         lr_experts: Another learning rate of the experts.
         data: Where the data lies now, if it has moved.
-        output: Folder that run folders are in.
         device: Another device than before.
         threads: Another number of CPU threads than before.
         quiet: Print nothing but the run folder.
     """
     folder = open_run(run, output)
     folder.refuse_writer()
-    is_complete = folder.read_summary() is not None
-    complete = f"{folder.path} is complete; raytraced evaluate {folder.path} tells its figures, --epochs goes on"
-    if is_complete and epochs is None:
-        print(complete)
-        return 0
     from raytraced.tasks.table import whole_path
 
     config = _started_config(folder)
     given: dict[str, Any] = {"epochs": epochs, "lr": lr, "lr_routing": lr_routing, "lr_experts": lr_experts}
     given |= {"data": None if data is None else whole_path(data)}
     changes = {name: value for name, value in given.items() if value is not None and value != getattr(config, name)}
-    if is_complete and "epochs" not in changes:
-        print(complete)
+    if folder.read_summary() is not None and "epochs" not in changes:
+        print(f"{folder.path} is complete; raytraced evaluate {folder.path} tells its figures, --epochs goes on")
         return 0
     told = {name: {"from": getattr(config, name), "to": value} for name, value in changes.items()}
-    if changes:
-        config = replace(config, **changes)
-        done = len(folder.read_metrics())
-        require(config.epochs > done, "epochs", config.epochs, f"must be more than the {done} that are done")
+    config = replace(config, **changes)
+    done = len(folder.read_metrics())
+    require(not changes or config.epochs > done, "epochs", config.epochs, f"must be more than the {done} that are done")
     config = replace(config, quiet=quiet, device=device or config.device, threads=threads or config.threads)
     return _run(config, folder, told)
 
@@ -113,20 +106,10 @@ def evaluate(
     """Tell a trained model's figures: how good it is, how sure, and what it uses.
 
     Args:
-        run: A run folder, its name in the output folder, a model.safetensors file, or a shipped model's name.
         split: Which part of the data.
-        data: Data set (default: what it was trained on).
-        data_root: Where data sets are kept.
         select: How experts are chosen (default: the most likely; sample: drawn from the seed).
-        max_experts: At most so many experts a sample.
-        sure: Stop each sample at the first answer whose probability reaches this, or what calibrate found (calibrated).
-        look: After what an answer is looked at: each layer, or each expert.
         seed: Of the draws of --select sample.
         batch_size: Samples at a time; changes nothing but memory and speed.
-        device: cpu, cuda, …
-        weights: Those the run ended with, or those of its best epoch so far (best), also of a run that is not over.
-        output: Folder that run folders are in.
-        json: Print JSON in place of tables.
     """
     require(batch_size >= 1, "batch_size", batch_size, "must be at least 1")
     check_seed(seed)
@@ -182,14 +165,8 @@ def calibrate(
     """Find how sure an answer must be for a model to stop there, on validation data, and keep it in the model's file.
 
     Args:
-        run: A run folder, its name in the output folder, a model.safetensors file, or a shipped model's name.
         within: How many points of accuracy may be lost on validation data.
-        look: After what an answer is looked at: each layer, or each expert.
-        data: Data set (default: what it was trained on).
-        data_root: Where data sets are kept.
         file: Where to write the model (default: in place; a shipped model needs a place of its own).
-        output: Folder that run folders are in.
-        json: Print JSON in place of a table.
     """
     source = find_source(run, output)
     from rich.console import Console
@@ -233,16 +210,9 @@ def predict(
     """Say what a model makes of files of one's own: the answer, how sure, and the experts it took.
 
     Args:
-        run: A run folder, its name in the output folder, a model.safetensors file, or a shipped model's name.
         files: Image files or folders of them; images are brought to the size the model was trained on.
         top: How many of the likeliest answers to tell.
-        max_experts: At most so many experts a file.
-        sure: Stop at the first answer whose probability reaches this, or what calibrate found (calibrated).
         sequence: A PNG file to draw the activation sequences of the first files into.
-        weights: Those the run ended with, or those of its best epoch so far (best), also of a run that is not over.
-        device: cpu, cuda, …
-        output: Folder that run folders are in.
-        json: Print one JSON object a line in place of a table.
     """
     require(sequence is None or sequence.lower().endswith(".png"), "sequence", sequence, "must end in .png")
     for path in files:
@@ -272,12 +242,7 @@ def predict(
 
 
 def runs(output: str = "runs", json: bool = False) -> None:
-    """List past runs: what was trained, how far it came, and how well.
-
-    Args:
-        output: Folder that run folders are in.
-        json: Print one JSON object a line in place of a table.
-    """
+    """List past runs: what was trained, how far it came, and how well."""
     from raytraced.training.tables import print_runs, run_row
 
     rows = []
@@ -303,7 +268,6 @@ def compare(runs: list[str], output: str = "runs", picture: str = "compare.png")
 
     Args:
         runs: Run folders, or their names in the output folder.
-        output: Folder that run folders are in.
         picture: The PNG file to write.
     """
     folders = [open_run(run, output) for run in runs]

@@ -10,12 +10,12 @@ from typing import Any
 import jinja2
 
 from raytraced.files import write_file
-from raytraced.progress import clock
 from raytraced.reproduce.claims import judge_all
 from raytraced.reproduce.figures import CAPTIONS
 from raytraced.reproduce.plan import Scale
 from raytraced.reproduce.records import Record, Results, make_point, shorten, spread
 from raytraced.reproduce.tables import all_tables, readme_table
+from raytraced.training.tables import clock
 
 QUICK_NOTE = "Quick run: a small likeness of the evidence, made in minutes to show that all of it works. Not a result."
 RULE = (

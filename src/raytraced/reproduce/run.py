@@ -20,11 +20,11 @@ from typing import Any
 from rich.console import Console
 
 from raytraced.files import lock_file, write_file
-from raytraced.progress import clock
 from raytraced.reproduce.plan import Run
 from raytraced.reproduce.records import Record, Store, read_line, write_line
 from raytraced.training.interrupt import Interrupted, listen
 from raytraced.training.run_folder import RunFolder
+from raytraced.training.tables import clock
 
 LOCK_SECONDS = 30  # a worker that outlived its runner needs a moment to save
 MOST_BUDGETS = 20

@@ -44,27 +44,20 @@ def evaluate(
     """
     place = {"rank": world.rank, "world_size": world.size, "device": world.device}
     loader = task.loader(data, split, batch_size, {}, shuffle=False, **place)
-    rows: list[Tensor] = []
-    noted: list[list[dict[str, Tensor]]] = []  # by batch, by number of experts
-    load: Tensor | None = None
+    noted: list[tuple[Tensor, list[dict[str, Tensor]]]] = []  # by batch: its rows, and the columns by number of experts
+    load = torch.zeros((), dtype=torch.float64, device=world.device)
     for number, batch in enumerate(loader.epoch(0)):
         batch = batch._replace(rows=batch.rows + number * loader.batch_size)
         answers = predict(batch, seed, full, **options)
-        rows.append(batch.rows)
-        noted.append([note(task, batch, out, cost) for out, cost in answers])
-        load = add_load(task, data, batch, answers[-1][0], load)
-    assert load is not None  # a split has at least one sample
-
-    def column(number: int, name: str) -> Tensor:
-        whole = torch.zeros(len(getattr(data, split)), dtype=torch.float64, device=world.device)
-        # batches whose sequences had all ended keep their last answers
-        whole[torch.cat(rows)] = torch.cat([tables[min(number, len(tables) - 1)][name] for tables in noted])
-        return whole
-
-    (longest,) = world.largest([max(map(len, noted))])
-    names = list(noted[0][0])
-    sums = world.sum(torch.stack([torch.stack([column(k, name) for name in names]) for k in range(longest)]))
-    tables = [Table(dict(zip(names, each, strict=True))) for each in sums]
+        noted.append((batch.rows, [note(task, batch, out, cost) for out, cost in answers]))
+        load = load + count_load(task, data, batch, answers[-1][0])
+    (longest,) = world.largest([max(len(columns) for _, columns in noted)])
+    names = list(noted[0][1][0])
+    whole = torch.zeros(longest, len(names), len(getattr(data, split)), dtype=torch.float64, device=world.device)
+    for rows, columns in noted:
+        columns += columns[-1:] * (longest - len(columns))  # where all sequences had ended, the last answers are kept
+        whole[:, :, rows] = torch.stack([torch.stack(list(each.values())) for each in columns])
+    tables = [Table(dict(zip(names, each, strict=True))) for each in world.sum(whole)]
     if len(tables) > 2 and torch.equal(tables[-1].columns["experts"], tables[-2].columns["experts"]):
         tables.pop()  # the one by which it was seen that every sequence had ended
     tables[-1] = tables[-1]._replace(load=world.sum(load))
@@ -84,11 +77,10 @@ def note(task: Task, batch: Batch, out: Output, cost: SampleCost | None) -> dict
     return columns | {name: value.double() for name, value in own.items()}
 
 
-def add_load(task: Task, data: Data, batch: Batch, out: Output, load: Tensor | None) -> Tensor:
-    """Count who activated which expert, by the task's groups (groups, L, N)."""
+def count_load(task: Task, data: Data, batch: Batch, out: Output) -> Tensor:
+    """How many activated which expert, by the task's groups (groups, L, N)."""
     active = torch.cat([route.active for route in out.routes], -2).double()
-    if load is None:
-        load = active.new_zeros(task.num_groups(data), *active.shape[-2:])
+    load = active.new_zeros(task.num_groups(data), *active.shape[-2:])
     return load.index_add(0, task.groups(batch).flatten(), active.flatten(0, -3))
 
 

@@ -37,10 +37,8 @@ class StopRequest:
 def listen() -> Iterator[StopRequest]:
     """While inside, SIGINT, SIGTERM and SIGHUP are requests."""
     request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may install handlers
-        yield request
-        return
-    previous = {n: signal.signal(n, request.receive) for n in SIGNALS}
+    may_install = threading.current_thread() is threading.main_thread()  # no other thread may
+    previous = {number: signal.signal(number, request.receive) for number in SIGNALS if may_install}
     try:
         yield request
     finally:

@@ -31,11 +31,11 @@ from raytraced.training.reporter import Reporter
 from raytraced.training.run_folder import RunFolder, create_run_folder
 from raytraced.training.state import (
     State,
-    Totals,
     check_same_data,
     diverged,
     epoch_metrics,
     make_checkpoint,
+    mean_figures,
     newest_checkpoint,
     restore_state,
     save_checkpoint,
@@ -56,13 +56,12 @@ def train(
     """Train as configured and return the run folder; with `run`, go on with that one, and note there what `changes`."""
     with join_world(config.device) as world, listen() as request, ExitStack() as held:
         reporter = reporter if reporter is not None and world.leads else Reporter()
+        held.callback(reporter.close)
         try:
             return _train(config, run, world, request, held, reporter, pictures, changes)
         except Interrupted as stop:
             # the frames in its traceback hold what must go before the process group does, or that waits for ever
             interruption = stop.with_traceback(None)
-        finally:
-            reporter.close()
     raise interruption
 
 
@@ -73,11 +72,9 @@ def check_memory(model: Model) -> None:
     # weights, gradients, two moments, the best weights; a checkpoint of three of them as it is written; a batch on its way
     needed = 10 * sum(tensor.nbytes for tensor in model.parameters())
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    rule = (
-        f"training them takes some {needed / 1e9:,.0f} GB, the machine has {there / 1e9:,.0f}; make the model smaller"
-    )
     if needed > there:
-        raise ValueError(f"not enough memory for {num_parameters(model):,} parameters: {rule}")
+        sizes = f"training them takes some {needed / 1e9:,.0f} GB, the machine has {there / 1e9:,.0f}"
+        raise ValueError(f"not enough memory for {num_parameters(model):,} parameters: {sizes}; make the model smaller")
 
 
 def _train(
@@ -127,7 +124,7 @@ def _train(
         return evaluate(task, data, split, objective.predict, world, batch_size=EVALUATION_BATCH, full=full, **drawn)
 
     # A new run folder, or the state that an old one was left in.
-    state, totals = State(), Totals(task, world)
+    state = State()
     if begun is None:
         started = time.strftime("%Y-%m-%d-%H%M%S")
         run = world.from_leader(partial(create_run_folder, config, started))
@@ -139,7 +136,7 @@ def _train(
         if checkpoint is not None:
             for difference in check_same_data(task, checkpoint.state.get("spec", {}), card.spec, config.data):
                 reporter.warn(difference)
-            state = restore_state(checkpoint, model, optimizer, totals)
+            state = restore_state(checkpoint, model, optimizer, world)
         if world.leads:
             if changes:  # not before: what cannot go on leaves the run as it was
                 run.add_continuation(config, changes)
@@ -152,7 +149,7 @@ def _train(
 
     def save() -> float:
         """Write a checkpoint: every process gives its part, the leader writes."""
-        checkpoint = make_checkpoint(config, card.spec, model, optimizer, totals, state)
+        checkpoint = make_checkpoint(config, card.spec, model, optimizer, state, world)
         world.from_leader(partial(save_checkpoint, run.last, checkpoint))
         return time.monotonic()
 
@@ -160,9 +157,8 @@ def _train(
         if signal_number:
             raise Interrupted(signal_number, state.step, run.path)
 
-    if (
-        config.batch_size > len(data.train) and len(loader) == 1 and world.leads
-    ):  # texts are drawn from as often as asked
+    is_larger = config.batch_size > len(data.train) and len(loader) == 1  # texts are drawn from as often as asked
+    if is_larger and world.leads:
         told = f"there are only {len(data.train)} training samples, all in one batch"
         reporter.warn(f"batch_size={config.batch_size}: {told}")
     reporter.start(task.formats, config.epochs, len(loader), state.epoch, state.batch)
@@ -184,10 +180,10 @@ def _train(
             if not bool(torch.isfinite(norm)):  # before the weights move: the last checkpoint stays a good one
                 raise diverged(run, state, batch.inputs, model, result)
             optimizer.step()
-            totals.add(result, norm)
+            state.count(result, norm, world.leads)
             state.step, state.batch = state.step + 1, state.batch + 1
             state.seconds = before + time.monotonic() - since
-            reporter.step(state.epoch, state.batch, partial(totals.means, state.seconds))
+            reporter.step(state.epoch, state.batch, partial(mean_figures, task, state.sums))
 
             # Signals and the clock: all processes decide alike.
             is_due = time.monotonic() - saved_at > config.checkpoint_seconds
@@ -200,7 +196,7 @@ def _train(
         # The epoch's figures; the best model is written before the checkpoint that says so.
         result_v = judge("validation")
         last_rate = config.lr * optim.learning_rate_factor(config, state.step - 1, len(loader))
-        state.history.append(epoch_metrics(task, state, totals.reduced(), last_rate, result_v))
+        state.history.append(epoch_metrics(task, state, state.total(world), last_rate, result_v))
         value = result_v[task.better]
         if state.best is None or (value > state.best if task.higher else value < state.best):
             state.best, state.best_epoch = value, state.epoch + 1
@@ -208,7 +204,7 @@ def _train(
             if world.leads:
                 save_tensors(run.best, tensors, card)
         state.epoch, state.batch, state.seconds = state.epoch + 1, 0, 0.0
-        totals.sums = {}
+        state.sums = {}
         saved_at = save()
         if world.leads:
             run.write_metrics(state.history)

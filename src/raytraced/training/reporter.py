@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from raytraced.progress import clock
+from raytraced.training.tables import clock
 
 Figures = Callable[[], dict[str, float]]
 """the running means of an epoch; reading them may wait for the device, so only who shows them asks"""

@@ -31,7 +31,7 @@ NUM_KEPT = 2
 
 @dataclass
 class State:
-    """All that is neither weights nor optimizer state nor sums."""
+    """All that is neither weights nor optimizer state."""
 
     step: int = 0
     epoch: int = 0
@@ -40,61 +40,43 @@ class State:
     best: float | None = None  # of the task's figure on validation data
     best_epoch: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)
+    sums: dict[str, Any] = field(default_factory=dict)  # over this epoch's steps; what needs no device is no tensor
 
-
-class Totals:
-    """Sums over the steps of an epoch, kept on the device: reading them at every step would make it wait."""
-
-    def __init__(self, task: Task, world: World) -> None:
-        self.task, self.world = task, world
-        self.sums: dict[str, Any] = {}  # tensors, and numbers that need no device
-
-    def add(self, result: StepResult, norm: Tensor) -> None:
-        """Count one step of this process; what all know alike, the leader counts."""
-        alike = {"steps": 1, "norm": norm} if self.world.leads else {"steps": 0, "norm": 0}
+    def count(self, result: StepResult, norm: Tensor, leads: bool = True) -> None:
+        """Add one step of this process, on the device: reading would make it wait. What all know alike, the leader counts."""
+        alike = {"steps": 1, "norm": norm} if leads else {"steps": 0, "norm": 0}
         for name, value in (result.sums | alike).items():
             self.sums[name] = self.sums.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
 
-    def means(self, seconds: float) -> dict[str, float]:
-        """The figures of a live display, from this process's own samples."""
-        return mean_figures(self.task, self.sums, seconds / self.world.size)
-
-    def reduced(self) -> dict[str, Tensor]:
+    def total(self, world: World) -> dict[str, Tensor]:
         """The sums over all processes."""
-        place, dtype = self.world.device, torch.float64
-        tensors = {name: torch.as_tensor(value, device=place, dtype=dtype) for name, value in self.sums.items()}
-        return {name: self.world.sum(tensor.clone()) for name, tensor in tensors.items()}
+        place: dict[str, Any] = {"device": world.device, "dtype": torch.float64}
+        return {name: world.sum(torch.as_tensor(value, **place).clone()) for name, value in self.sums.items()}
 
 
-def mean_figures(task: Task, sums: dict[str, Any], seconds: float) -> dict[str, float]:
-    """Means over the targets (the norm's over the steps) counted so far."""
+def mean_figures(task: Task, sums: dict[str, Any]) -> dict[str, float]:
+    """Means over the targets counted so far."""
     known = {name: float(value) for name, value in sums.items()}
     num = max(1.0, known["targets"])
-    return {
-        "loss": known["loss"] / num,
-        **task.means(known, num),
-        "experts": known["experts"] / num,
-        "gradient_norm": known["norm"] / known["steps"],
-        "samples_per_second": num / max(seconds, 1e-9),
-    }
+    return {"loss": known["loss"] / num, **task.means(known, num), "experts": known["experts"] / num}
 
 
 def epoch_metrics(
     task: Task, state: State, sums: dict[str, Tensor], learning_rate: float, validation: dict[str, Any]
 ) -> dict[str, Any]:
     """One line of metrics.jsonl; two identical runs share all of it but seconds and samples_per_second."""
-    means = mean_figures(task, sums, state.seconds)
+    means = mean_figures(task, sums)
     judged = {name: validation[name] for name in ("loss", *task.formats)} | {"experts": validation["mean_experts"]}
     return {
         "epoch": state.epoch + 1,
         "step": state.step,
         "learning_rate": learning_rate,
         **{f"train_{name}": means[name] for name in judged},
-        "gradient_norm": means["gradient_norm"],
+        "gradient_norm": float(sums["norm"] / sums["steps"]),
         **{f"validation_{name}": value for name, value in judged.items()},
         "expert_load": validation["expert_load"],
         "seconds": state.seconds,
-        "samples_per_second": means["samples_per_second"],
+        "samples_per_second": float(sums["targets"]) / max(state.seconds, 1e-9),
     }
 
 
@@ -151,19 +133,19 @@ def make_checkpoint(
     spec: dict[str, Any],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    totals: Totals,
     state: State,
+    world: World,
 ) -> Checkpoint:
     """All that a run needs to go on bit by bit; every process gives its part."""
     parts = {"model": optim.model_tensors(model), "optimizer": optim.optimizer_tensors(model, optimizer)}
-    parts |= {"totals": totals.reduced()}
+    parts |= {"totals": state.total(world)}
     tensors = {f"{part}/{name}": tensor for part, own in parts.items() for name, tensor in own.items()}
     # so that neither an edited config.yaml nor other data can change the run in silence
-    rest = asdict(state) | {"config": asdict(config), "spec": spec}
-    return Checkpoint(rest.pop("step"), tensors, rest)
+    rest = {name: value for name, value in vars(state).items() if name not in ("step", "sums")}
+    return Checkpoint(state.step, tensors, rest | {"config": asdict(config), "spec": spec})
 
 
-def restore_state(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, totals: Totals) -> State:
+def restore_state(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> State:
     """Put everything back as it was when the checkpoint was written."""
     parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "totals": {}}
     for key, tensor in checkpoint.tensors.items():
@@ -172,10 +154,9 @@ def restore_state(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.opt
     optim.load_model_tensors(model, parts["model"])
     optim.load_optimizer_tensors(model, optimizer, parts["optimizer"])
     # the sums were taken over all processes: one of them goes on with them
-    share = 1.0 if totals.world.leads else 0.0
-    totals.sums = {name: tensor.to(totals.world.device) * share for name, tensor in parts["totals"].items()}
+    sums = {name: tensor.to(world.device) * float(world.leads) for name, tensor in parts["totals"].items()}
     kept = {name: value for name, value in checkpoint.state.items() if name not in ("config", "spec")}
-    return State(step=checkpoint.step, **kept)
+    return State(step=checkpoint.step, sums=sums, **kept)
 
 
 def check_same_data(task: Task, begun: dict[str, Any], now: dict[str, Any], data: str) -> list[str]:
@@ -203,11 +184,9 @@ def tells_how_to_go_on(run: RunFolder) -> Iterator[None]:
 def diverged(run: RunFolder, state: State, inputs: Tensor, model: nn.Module, result: StepResult) -> Diverged:
     """Which step, which tensor first, and what is still whole."""
     parameters = dict(model.named_parameters())
-    suspects: dict[str, Tensor | None] = {"the inputs": inputs, **parameters}
-    suspects |= {"the logits": result.logits, "the loss": result.loss}
-    suspects |= {f"the gradient of {name}": parameter.grad for name, parameter in parameters.items()}
-    known = {name: value for name, value in suspects.items() if value is not None}
-    bad = (name for name, value in known.items() if not bool(optim.whole(value.detach()).isfinite().all()))
+    gradients = {f"the gradient of {name}": one.grad for name, one in parameters.items() if one.grad is not None}
+    suspects = {"the inputs": inputs, **parameters, "the logits": result.logits, "the loss": result.loss, **gradients}
+    bad = (name for name, value in suspects.items() if not bool(optim.whole(value.detach()).isfinite().all()))
     kept = list_checkpoints(run.last)
     last = f"the last good checkpoint is {kept[0]}" if kept else "there is no checkpoint yet"
     return Diverged(

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from raytraced.progress import clock
 from raytraced.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -21,6 +20,13 @@ FEW = 10
 """groups at each end of a long table"""
 DISPENSABLE = ("parameters", "seed", "time", "validation", "data", "model", "experts")
 """columns that a narrow terminal's table of runs does without, the first of them first"""
+
+
+def clock(seconds: float) -> str:
+    """A duration as 1:02:03 or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def make_table(
@@ -73,10 +79,8 @@ def print_runs(found: Sequence[dict[str, Any]]) -> None:
     """A table with a row a run, of as many columns as there is room for: a name cut short would be of no use to `resume`."""
     console = Console()
     wide = Console(width=1000, height=100)  # rich heeds a width in every terminal only with a height
-    rows, formats = (
-        [_shown(row) for row in found],
-        dict.fromkeys(("epochs", "validation", "test", "time"), "") | FORMATS,
-    )
+    rows = [_shown(row) for row in found]
+    formats = dict.fromkeys(("epochs", "validation", "test", "time"), "") | FORMATS
     for num_left_out in range(len(DISPENSABLE) + 1):
         left_out = DISPENSABLE[:num_left_out]
         table = make_table([{name: row[name] for name in row if name not in left_out} for row in rows], formats)

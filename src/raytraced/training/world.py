@@ -84,11 +84,10 @@ class World:
 @contextmanager
 def join_world(device: str) -> Iterator[World]:
     """Take part in what torchrun started (it sets RANK, WORLD_SIZE, …), or be a world of one."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size, own = int(os.environ.get("WORLD_SIZE", "1")), choose_device(device)
     if size == 1:
-        yield World(0, 1, choose_device(device))
+        yield World(0, 1, own)
         return
-    own = choose_device(device)
     if own.type == "cuda":
         torch.cuda.set_device(own)
     dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
