@@ -95,7 +95,7 @@ def test_the_record_is_made_of_the_runs_own_summary_alone(undisturbed):
 
 def test_a_second_call_trains_nothing(undisturbed, monkeypatch):
     folder, _ = undisturbed
-    monkeypatch.setattr(running.Crew, "start", lambda self: pytest.fail("a worker was started"))
+    monkeypatch.setattr(running, "start", lambda *_: pytest.fail("a worker was started"))
     (folder / "records" / "digits.jsonl").unlink()  # comes back from the run folders
     assert running.run_all(tiny.RUNS, folder / "work", folder / "records", 2) == {}
     assert all(Store(folder / "records").find(run) for run in tiny.RUNS)
