@@ -105,16 +105,16 @@ def write_results(parts: list[str], scale: Scale, wanted: Wanted, folder: Path, 
     results = Store(folder / "records").results(plan.every_run(find_plan(scale, folder)))
     if not results.whole:
         raise ValueError(f"{folder / 'records'}: holds no record of a run; leave --redraw out to train")
-    if parts == ["text"]:
-        from raytraced.reproduce.text import write_text
-
-        return write_text(results, folder, scale.name == "quick")
     from raytraced.reproduce.figures import save_figures
     from raytraced.reproduce.report import write_report
     from raytraced.reproduce.ship import ship_all
+    from raytraced.reproduce.text import write_text
 
-    names = list(wanted or (name for name, how in scale.data.items() if how.paper))
-    save_figures(parts, results, names, folder / "figures", data_root, scale.name == "quick")
+    quick, texts = scale.name == "quick", parts == ["text"]
+    names = results.data() if texts else list(wanted or (name for name, how in scale.data.items() if how.paper))
+    save_figures(parts, results, names, folder / "figures", data_root, quick)
+    if texts:
+        return write_text(results, folder, quick)
     write_report(results, scale, folder)
     if "ship" in parts:
         ship_all(results, folder / "runs", data_root=data_root)

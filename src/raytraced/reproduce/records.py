@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from raytraced.files import write_file
 from raytraced.reproduce.plan import FULL, LADDER, LearningRates, Run, Scale
+from raytraced.reproduce.variants import DATA_NAMES
 from raytraced.training.config import TrainConfig
 
 # Learning rates whose accuracies differ by no more are equal, and of equals the smaller wins: its long runs are steadier.
@@ -77,11 +78,7 @@ def read_line(line: str) -> Record:
 
 def shorten(value: Any) -> Any:
     """The same value with every number at six digits: what a thousand images can tell, and no more bytes."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: shorten(one) for key, one in value.items()}
-    return [shorten(one) for one in value] if isinstance(value, list | tuple) else value
+    return json.loads(json.dumps(value), parse_float=lambda digits: float(f"{float(digits):.6g}"))
 
 
 class Store:
@@ -180,7 +177,7 @@ class Results:
     def data(self, group: str = "main", wide: bool = True) -> list[str]:
         """The data sets of a group, those with wide models too or not."""
         found = {one.data for one in self.whole if one.group == group}
-        return [name for name, plan in FULL.data.items() if name in found and (wide or not plan.wide)]
+        return [name for name in DATA_NAMES if name in found and (wide or not FULL.data[name].wide)]
 
     def point(self, data: str, label: str, group: str = "main") -> Point:
         """The seeds of one model on one data set, together."""
