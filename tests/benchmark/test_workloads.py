@@ -198,7 +198,7 @@ def test_trained_models_differ_from_new_ones_and_are_trained_once(bench):
 
 
 def test_what_is_plain_runs_without_compiled_operations(bench):
-    one = model_workloads.plainly(model_workloads.Contender("x", lambda: operations.sequence.allowed()))
+    one = model_workloads.forced(model_workloads.Contender("x", lambda: operations.sequence.allowed()), "plain")
     assert [implementation.name for implementation in one.run()] == ["plain"]
     assert one.name == "x, plain"
 

@@ -4,18 +4,15 @@ Axes: B batch, L layers, N experts a layer, D width.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from raytraced import operations
-from raytraced.benchmark.layer_workloads import COSTLY, SequenceRun, compare_sequences, raytraced_layer
-from raytraced.benchmark.model_workloads import Bench, seeded
+from raytraced.benchmark.layer_workloads import COSTLY, LayerStep, SequenceRun, compare_sequences, raytraced_layer
+from raytraced.benchmark.model_workloads import Bench, forced, seeded
 from raytraced.benchmark.results import Outcome
 from raytraced.benchmark.timing import Contender
-from raytraced.layer import RoutedLayer
+from raytraced.layer import HiddenOnly
 from raytraced.routing import RoutingNetwork
 from raytraced.sequence import Select
 
@@ -37,21 +34,15 @@ def on_device(bench: Bench, device: str) -> Outcome:
         for select, way in ways:
             fast = waiting(SequenceRun(*there, select).contender(f"sequence, {way}, {L}×{N}"), device)
             core = SequenceRun(*here, select).contender(f"sequence, {way}, {L}×{N}, one core")
-            pairs += [(fast, forced(fast, "plain", sequence="plain")), (fast, core)]
+            pairs += [(fast, forced(fast, "plain", "sequence")), (fast, core)]
         equal.append(compare_sequences(*there))
     layer = raytraced_layer(COSTLY).to(device, torch.bfloat16)
-    hidden_BD = torch.randn(GPU_BATCH, COSTLY.dim, generator=seeded()).to(device, torch.bfloat16)
-    step = waiting(Contender(f"experts {COSTLY}, bfloat16", partial(run_step, layer, hidden_BD)), device)
-    grouped = forced(step, "grouped", experts="grouped")
-    pairs += [(grouped, forced(step, "sparse", experts="sparse")), (grouped, forced(step, "dense", experts="dense"))]
+    run = LayerStep(HiddenOnly(layer), COSTLY.dim, num=GPU_BATCH)
+    step = waiting(Contender(f"experts {COSTLY}, bfloat16", run), device)
+    grouped, sparse, dense = (forced(step, word, "experts") for word in ("grouped", "sparse", "dense"))
+    pairs += [(grouped, sparse), (grouped, dense)]
     conditions = {what: all(found[what] for found in equal) for what in equal[0]}
     return Outcome(bench.compare(pairs).rows, conditions)
-
-
-def run_step(layer: RoutedLayer, hidden_BD: Tensor) -> None:
-    """Forward and backward of a layer."""
-    layer.zero_grad(set_to_none=True)
-    layer(hidden_BD).hidden.square().mean().backward()
 
 
 def waiting(one: Contender, device: str) -> Contender:
@@ -63,13 +54,3 @@ def waiting(one: Contender, device: str) -> Contender:
         wait()
 
     return one._replace(run=run)
-
-
-def forced(one: Contender, word: str, **each: str) -> Contender:
-    """The same with some operations forced."""
-
-    def run() -> object:
-        with operations.use(**each):
-            return one.run()
-
-    return one._replace(name=f"{one.name}, {word}", run=run)

@@ -13,16 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from raytraced import operations
-from raytraced.benchmark.model_workloads import (
-    BATCH_SIZE,
-    SEED,
-    STATES,
-    Bench,
-    TrainingStep,
-    plainly,
-    recipe,
-    seeded,
-)
+from raytraced.benchmark.model_workloads import BATCH_SIZE, SEED, STATES, Bench, TrainingStep, forced, recipe, seeded
 from raytraced.benchmark.results import Outcome
 from raytraced.benchmark.timing import Contender
 from raytraced.grid import run_dense
@@ -90,7 +81,7 @@ def sequence(bench: Bench) -> Outcome:
         drawn = SequenceRun(routing, entry_BN).contender(f"drawn, {state}")
         greedy = SequenceRun(routing, entry_BN, "greedy").contender(f"greedy, {state}")
         whole = bench.step("mre", state)._replace(name=f"a training step, {state}")
-        pairs += [(drawn, plainly(drawn)), (greedy, plainly(greedy)), (greedy, whole)]
+        pairs += [(drawn, forced(drawn, "plain")), (greedy, forced(greedy, "plain")), (greedy, whole)]
         equal.append(compare_sequences(routing, entry_BN))
     conditions = {what: all(found[what] for found in equal) for what in equal[0]}
     return Outcome(bench.compare(pairs).rows, conditions)
@@ -115,18 +106,20 @@ def compare_sequences(routing: RoutingNetwork, entry_BN: Tensor) -> dict[str, bo
 
 
 def growth(bench: Bench) -> Outcome:
-    runs: dict[str, Contender] = {}
+    runs: dict[tuple[int, int], list[Contender]] = {}
     for L, N in GRIDS:
         routing, entry_BN = RoutingNetwork(L, N), torch.randn(BATCH_SIZE, N, generator=seeded()).softmax(-1)
         greedy = torch.no_grad()(partial(activation_sequence, routing, entry_BN, select="greedy"))
-        inference = Contender("inference", greedy, experts=greedy().num_active.float().mean().item())
-        ways: tuple[tuple[Select, str], ...] = (("greedy", "training"), ("sample", "training through draws"))
-        trained = (SequenceRun(routing, entry_BN, select).contender(name) for select, name in ways)
-        for one in (inference, *trained):
+        runs[L, N] = [
+            Contender("inference", greedy, experts=greedy().num_active.float().mean().item()),
+            SequenceRun(routing, entry_BN, "greedy").contender("training"),
+            SequenceRun(routing, entry_BN, "sample").contender("training through draws"),
+        ]
+        for at, one in enumerate(runs[L, N]):
             work = ((one.experts or 0) + 1) * L * N**3  # of a method that redoes the whole grid at every step
-            runs[f"{one.name}, {L}×{N}"] = one._replace(name=f"{one.name}, {L}×{N} (T·L·N³ = {work:,.0f})")
-    base = {kind: runs.pop(f"{kind}, 4×8") for kind in ("inference", "training", "training through draws")}
-    return bench.compare([(one, base[key.split(",")[0]]) for key, one in runs.items()])
+            runs[L, N][at] = one._replace(name=f"{one.name}, {L}×{N} (T·L·N³ = {work:,.0f})")
+    base = runs.pop((NUM_LAYERS, NUM_EXPERTS))
+    return bench.compare([pair for some in runs.values() for pair in zip(some, base, strict=True)])
 
 
 def raytraced_layer(size: ExpertSize) -> RaytracedExperts:
@@ -140,11 +133,12 @@ def top2_layer(size: ExpertSize) -> RoutedLayer:
 
 
 class LayerStep:
-    """Forward and backward of a layer inside a network: its input wants a gradient too."""
+    """Forward and backward of a layer inside a network, where its weights are: its input wants a gradient too."""
 
-    def __init__(self, owner: nn.Module, dim: int, run: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(self, owner: nn.Module, dim: int, run: Callable[[Tensor], Tensor] | None = None, num: int = 0) -> None:
         self.owner, self.run = owner.train(), run or owner
-        self.hidden_BD, self.gradient_BD = torch.randn(2, BATCH_SIZE, dim, generator=seeded())
+        both = torch.randn(2, num or BATCH_SIZE, dim, generator=seeded())
+        self.hidden_BD, self.gradient_BD = both.to(next(owner.parameters()))
 
     def __call__(self) -> None:
         self.run(self.hidden_BD.detach().requires_grad_()).backward(self.gradient_BD)
