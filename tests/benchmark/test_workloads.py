@@ -98,7 +98,7 @@ def test_what_a_gpu_would_be_asked_runs(bench, monkeypatch):
     monkeypatch.setattr(
         torch, "bfloat16", torch.float32
     )  # some CPUs end the process where oneDNN multiplies in bfloat16
-    outcome = gpu_workloads.on_device(bench, "cpu")
+    outcome = gpu_workloads.gpu(bench, "cpu")
     assert [row["ratio"] > 0 for row in outcome.rows] == [True] * 6
     assert {"sequence, greedy, 2×4", "sequence, drawn, 2×4"} <= {row["what"] for row in outcome.rows}
     assert all(outcome.conditions.values())

@@ -19,11 +19,7 @@ from raytraced.sequence import Select
 GPU_GRIDS, GPU_BATCH = ((4, 8), (8, 16)), 4096
 
 
-def gpu(bench: Bench) -> Outcome:
-    return on_device(bench, "cuda")
-
-
-def on_device(bench: Bench, device: str) -> Outcome:
+def gpu(bench: Bench, device: str = "cuda") -> Outcome:
     """The sequence for some grids, and a layer of costly experts in bfloat16."""
     pairs, equal = [], []
     ways: tuple[tuple[Select, str], ...] = (("greedy", "greedy"), ("sample", "drawn"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from raytraced.reproduce import plan
 from raytraced.reproduce.plan import FULL, PARTS, QUICK, TEXT, TEXT_QUICK, Planner, Scale, Wanted, collect_runs
-from raytraced.reproduce.records import Store, best_rates, wider_grids
+from raytraced.reproduce.records import Store, read_searches
 from raytraced.words import did_you_mean, require
 
 
@@ -71,7 +71,7 @@ def split(words: str | None) -> list[str]:
 def find_plan(scale: Scale, folder: Path) -> Planner:
     """With what the searches on record found; one made with another recipe does not count, and is made again."""
     results = Store(folder / "records").results(plan.every_run(Planner(scale, {})))
-    return Planner(scale, best_rates(results, scale), wider_grids(results, scale))
+    return Planner(scale, *read_searches(results, scale))
 
 
 def train_all(

@@ -14,6 +14,7 @@ from raytraced.words import did_you_mean
 
 Group = Literal["main", "equal-lr", "search", "temperature", "init"]
 LearningRates = Mapping[str, Mapping[str, float]]  # data set → label → learning rate
+Grids = Mapping[tuple[str, str], tuple[float, ...]]  # (data set, label) → the learning rates that its search tries
 Wanted = tuple[str, ...] | None  # data sets that were asked for; None: those that a part is made for
 
 SEARCH_SEED = 100  # of no other run
@@ -56,8 +57,6 @@ class Scale:
     fixed_lr: float | None = None  # of everyone, in place of a search
 
 
-# 64-wide experts, so that capacity matters; searched by whole runs as well.
-UNION = DataPlan(6, 6, False, True, (1e-3, 2e-3, 5e-3), options={"dim": 64}, epoch_seconds=7.0)
 FULL = Scale(
     "full",
     {
@@ -66,7 +65,8 @@ FULL = Scale(
         "fashion-mnist": DataPlan(25, 8),
         # a short search would favour too large rates: fewer rates, each a whole run
         "cifar10": DataPlan(25, 25, grid=(2e-3, 5e-3, 1e-2), epoch_seconds=2.0),
-        "union": UNION,
+        # 64-wide experts, so that capacity matters; searched by whole runs as well
+        "union": DataPlan(6, 6, False, True, (1e-3, 2e-3, 5e-3), options={"dim": 64}, epoch_seconds=7.0),
     },
     num_seeds=3,
     num_compared_seeds=5,
@@ -155,7 +155,7 @@ class Planner:
 
     scale: Scale
     rates: LearningRates
-    grids: Mapping[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)  # of searches wider than planned
+    grids: Grids = field(default_factory=dict)  # of searches wider than planned
 
     def runs(
         self, group: Group, variants: Iterable[Variant], names: Iterable[str], seeds: Iterable[int], epochs: int = 0

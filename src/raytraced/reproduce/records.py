@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raytraced.files import write_file
-from raytraced.reproduce.plan import FULL, LADDER, LearningRates, Run, Scale
+from raytraced.reproduce.plan import FULL, LADDER, Grids, LearningRates, Run, Scale
 from raytraced.reproduce.variants import DATA_NAMES
 from raytraced.training.config import TrainConfig
 
@@ -192,31 +192,24 @@ class Results:
         return table
 
 
-def best_rates(results: Results, scale: Scale) -> LearningRates:
-    """The best rate of every search that is complete."""
+def read_searches(results: Results, scale: Scale) -> tuple[LearningRates, Grids]:
+    """The best rate of every search that is complete; and the rates that each search tries.
+
+    Those are the grid and, while the best lies on an edge, one rate beyond.
+    """
     found: dict[str, dict[str, float]] = {}
-    grids = wider_grids(results, scale)
-    for (data, label), accuracies in results.searches().items():
-        if set(grids[data, label]) <= set(accuracies):
-            best = choose_rate(accuracies)
-            if best is None:
-                raise ValueError(
-                    f"{label} on {data}: diverged at every learning rate of the search ({grids[data, label]})"
-                )
-            found.setdefault(data, {})[label] = best
-    return found
-
-
-def wider_grids(results: Results, scale: Scale) -> dict[tuple[str, str], tuple[float, ...]]:
-    """(data set, label) → the rates that its search tries: the grid and, while the best lies on an edge, one rate beyond."""
-    found = {}
+    grids: dict[tuple[str, str], tuple[float, ...]] = {}
     for (data, label), accuracies in results.searches().items():
         rates, best = sorted({*scale.data[data].grid, *accuracies}), choose_rate(accuracies)
         if len(accuracies) == len(rates) and scale.fixed_lr is None:
             higher, lower = [lr for lr in LADDER if lr > rates[-1]], [lr for lr in LADDER if lr < rates[0]]
             rates += higher[:1] if best == rates[-1] else lower[-1:] if best == rates[0] else []
-        found[data, label] = tuple(rates)
-    return found
+        grids[data, label] = tuple(rates)
+        if len(accuracies) == len(rates):
+            if best is None:
+                raise ValueError(f"{label} on {data}: diverged at every learning rate of the search ({tuple(rates)})")
+            found.setdefault(data, {})[label] = best
+    return found, grids
 
 
 def choose_rate(accuracies: Mapping[float, float | None]) -> float | None:
