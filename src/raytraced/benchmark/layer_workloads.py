@@ -1,4 +1,4 @@
-"""Workloads on the activation sequence, on single layers and on a decoder of them; costly experts, other libraries' layers.
+"""Workloads on the activation sequence and on layers: costly experts, a GPU, other libraries' layers, decoders of them.
 
 Axes: B batch, L layers, N experts a layer, T steps, D width, G groups, S samples of a group (B = G·S).
 """
@@ -27,6 +27,7 @@ from raytraced.tasks.task import Batch
 
 NUM_LAYERS, NUM_EXPERTS = 4, 8
 GRIDS = ((2, 4), (2, 8), (4, 8), (4, 16), (8, 16), (8, 32))
+GPU_GRIDS, GPU_BATCH = ((4, 8), (8, 16)), 4096
 LIMIT_DIMS, PRODUCT = (16, 128, 512), 1024  # a square product of that size is as fast as a core gets
 TEXT, NUM_WINDOWS = "shakespeare", 16  # the bundled text; windows of a batch, of 128 bytes each
 
@@ -160,6 +161,39 @@ def costly_experts(bench: Bench) -> Outcome:
     mre = contenders("MRE", layer, HiddenOnly(layer), layer(hidden_BD).route.num_active.float().mean().item())
     every, other = contenders("every expert", layer, every_expert, 32), contenders("top-2", top2, HiddenOnly(top2), 8)
     return bench.compare([*zip(mre, every, strict=True), *zip(mre, other, strict=True)])
+
+
+def gpu(bench: Bench, device: str = "cuda") -> Outcome:
+    """The sequence for some grids, and a layer of costly experts in bfloat16."""
+    pairs, equal = [], []
+    ways: tuple[tuple[Select, str], ...] = (("greedy", "greedy"), ("sample", "drawn"))
+    for L, N in GPU_GRIDS:
+        here = RoutingNetwork(L, N), torch.randn(GPU_BATCH, N, generator=seeded()).softmax(-1)
+        there = RoutingNetwork(L, N).to(device), here[1].to(device)
+        there[0].load_state_dict(here[0].state_dict())
+        for select, way in ways:
+            fast = waiting(SequenceRun(*there, select).contender(f"sequence, {way}, {L}×{N}"), device)
+            core = SequenceRun(*here, select).contender(f"sequence, {way}, {L}×{N}, one core")
+            pairs += [(fast, forced(fast, "plain", "sequence")), (fast, core)]
+        equal.append(compare_sequences(*there))
+    layer = raytraced_layer(COSTLY).to(device, torch.bfloat16)
+    run = LayerStep(HiddenOnly(layer), COSTLY.dim, num=GPU_BATCH)
+    step = waiting(Contender(f"experts {COSTLY}, bfloat16", run), device)
+    grouped, sparse, dense = (forced(step, word, "experts") for word in ("grouped", "sparse", "dense"))
+    pairs += [(grouped, sparse), (grouped, dense)]
+    conditions = {what: all(found[what] for found in equal) for what in equal[0]}
+    return Outcome(bench.compare(pairs).rows, conditions)
+
+
+def waiting(one: Contender, device: str) -> Contender:
+    """The same until the device has finished: a call alone only puts work into its queue."""
+    wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def run() -> None:
+        one.run()
+        wait()
+
+    return one._replace(run=run)
 
 
 # How another library's layers are made, and in how many groups a batch can be handed out: the cost of handing out grows with

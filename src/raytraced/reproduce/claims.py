@@ -150,30 +150,22 @@ def num_dead(load_LN: Tensor) -> int:
     return int((load_LN < 1e-3).sum())
 
 
-class LoadFigures(NamedTuple):
-    """How evenly a model uses its experts, means over seeds."""
-
-    entropy: float  # within layers
-    grid_entropy: float
-    num_dead: float
-
-
-def load_figures(results: Results, data: str, label: str) -> LoadFigures | None:
-    """The figures of a model on a data set; None if it was not run there."""
-    loads = [torch.tensor(one.test["expert_load"]) for one in results.of(data, label)]
-    figures = (load_entropy, grid_entropy, num_dead)
-    return LoadFigures(*(spread(map(figure, loads)).mean for figure in figures)) if loads else None
+def expert_loads(results: Results, data: str, label: str) -> list[Tensor]:
+    """Of each seed, the share of the samples that activate each expert (L, N)."""
+    return [torch.tensor(one.test["expert_load"]) for one in results.of(data, label)]
 
 
 def balanced(results: Results) -> Iterator[Case]:
     for data in results.data(wide=False):
-        labels = (variant.label for variant in BALANCE_VARIANTS)
-        known = {label: one for label in labels if (one := load_figures(results, data, label)) is not None}
+        known: dict[str, tuple[float, float]] = {}
+        for label in (variant.label for variant in BALANCE_VARIANTS):
+            if loads := expert_loads(results, data, label):
+                known[label] = spread(map(load_entropy, loads)).mean, spread(map(num_dead, loads)).mean
+        told = ", ".join(f"{label} {entropy:.2f} ({dead:.1f} dead)" for label, (entropy, dead) in known.items())
         for label in (label for label in RECIPES if label in known and "top-k" in known):
-            ours, theirs = known[label], known["top-k"]
-            told = ", ".join(f"{name} {one.entropy:.2f} ({one.num_dead:.1f} dead)" for name, one in known.items())
-            holds = ours.entropy >= theirs.entropy and ours.num_dead == 0
-            yield Case(holds, ours.entropy, f"{DATA_NAMES[data]}: {told}" if label == RECIPES[0] else "")
+            entropy, dead = known[label]
+            holds = entropy >= known["top-k"][0] and dead == 0
+            yield Case(holds, entropy, f"{DATA_NAMES[data]}: {told}" if label == RECIPES[0] else "")
 
 
 def first_reach(record: Record, accuracy: float) -> int | None:

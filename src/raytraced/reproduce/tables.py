@@ -9,7 +9,7 @@ import numpy as np
 
 from raytraced.grid import MLPExperts
 from raytraced.models.table import GRID
-from raytraced.reproduce.claims import RECIPES, load_figures
+from raytraced.reproduce.claims import RECIPES, expert_loads, grid_entropy, load_entropy, num_dead
 from raytraced.reproduce.plan import FULL
 from raytraced.reproduce.records import Point, Results, choose_rate, spread
 from raytraced.reproduce.variants import BALANCE_VARIANTS, DATA_NAMES, MRE_PAPER, NAMES
@@ -142,10 +142,9 @@ def balance_table(results: Results) -> Table:
     rows = []
     for data in results.data(wide=False):
         for label in (*(variant.label for variant in BALANCE_VARIANTS), "threshold"):
-            one = load_figures(results, data, label)
-            if one is not None:
-                numbers = [f"{one.entropy:.3f}", f"{one.grid_entropy:.3f}", f"{one.num_dead:.1f}"]
-                rows.append([DATA_NAMES[data], label, *numbers])
+            if loads := expert_loads(results, data, label):
+                entropies = [f"{spread(map(entropy, loads)).mean:.3f}" for entropy in (load_entropy, grid_entropy)]
+                rows.append([DATA_NAMES[data], label, *entropies, f"{spread(map(num_dead, loads)).mean:.1f}"])
     note = "Entropy of the load, 1 if even: within layers (weighted by load), over the grid. Dead: under one image in 1000."
     header = ["data", "model", "entropy within layers", "entropy over the grid", f"dead experts of {NUM_NODES}"]
     return Table("How evenly experts are used", header, rows, note)
@@ -198,14 +197,8 @@ def sure_table(results: Results, data: str) -> Table:
         "after each layer or block, all counted. Last: against everyone's stopping at one depth, at the same multiply-adds, "
         "with the standard error of the mean over seeds."
     )
-    header = [
-        "model",
-        "to the end %",
-        "stopped when sure %",
-        "experts run",
-        "multiply-adds",
-        "against a fixed depth, points",
-    ]
+    header = ["model", "to the end %", "stopped when sure %", "experts run", "multiply-adds"]
+    header.append("against a fixed depth, points")
     return Table(f"Stopping when sure: {DATA_NAMES[data]}", header, [row for _, row in sorted(rows)], note)
 
 
