@@ -16,8 +16,7 @@ from raytraced import operations
 from raytraced.benchmark.model_workloads import BATCH_SIZE, SEED, STATES, Bench, TrainingStep, forced, recipe, seeded
 from raytraced.benchmark.results import Outcome
 from raytraced.benchmark.timing import Contender
-from raytraced.grid import run_dense
-from raytraced.layer import Call, HiddenOnly, LayerOutput, RoutedLayer, routed_layer
+from raytraced.layer import HiddenOnly, LayerOutput, RoutedLayer, routed_layer
 from raytraced.routers.raytraced import RaytracedExperts, activation_sequence
 from raytraced.routers.top_k import TopK
 from raytraced.routing import RoutingNetwork
@@ -147,20 +146,17 @@ class LayerStep:
 
 
 def costly_experts(bench: Bench) -> Outcome:
-    layer, top2 = raytraced_layer(COSTLY), top2_layer(COSTLY)
     hidden_BD = torch.randn(BATCH_SIZE, COSTLY.dim, generator=seeded())
 
-    def every_expert(hidden_BD: Tensor) -> Tensor:
-        choice = layer.router.plan(hidden_BD, Call())
-        return run_dense(layer.experts, hidden_BD, choice.active, choice.weights, layer.stream, needs_inactive=True)
-
-    def contenders(name: str, owner: RoutedLayer, run: Callable[[Tensor], Tensor], experts: float) -> list[Contender]:
+    def contenders(name: str, layer: RoutedLayer) -> list[Contender]:
+        run, experts = HiddenOnly(layer), layer(hidden_BD).route.num_active.float().mean().item()
         inference = Contender(f"inference, {name}", torch.no_grad()(partial(run, hidden_BD)), experts=experts)
-        return [inference, Contender(f"step, {name}", LayerStep(owner, COSTLY.dim, run), experts=experts)]
+        return [inference, Contender(f"step, {name}", LayerStep(run, COSTLY.dim), experts=experts)]
 
-    mre = contenders("MRE", layer, HiddenOnly(layer), layer(hidden_BD).route.num_active.float().mean().item())
-    every, other = contenders("every expert", layer, every_expert, 32), contenders("top-2", top2, HiddenOnly(top2), 8)
-    return bench.compare([*zip(mre, every, strict=True), *zip(mre, other, strict=True)])
+    mre, top2 = contenders("MRE", raytraced_layer(COSTLY)), contenders("top-2", top2_layer(COSTLY))
+    dense = [forced(one, "dense", "experts") for one in mre]
+    every = [one._replace(name=one.name.replace("MRE, dense", "every expert"), experts=32) for one in dense]
+    return bench.compare([*zip(mre, every, strict=True), *zip(mre, top2, strict=True)])
 
 
 def gpu(bench: Bench, device: str = "cuda") -> Outcome:
