@@ -116,6 +116,12 @@ def test_killed_and_interrupted_it_goes_on_and_ends_as_if_nothing_had_happened(u
     assert outcome(tmp_path) == outcome(undisturbed[0])
 
 
+def test_a_worker_that_was_asked_to_stop_too_late_waits_for_no_other_run(tmp_path):
+    process = Forked(tiny.main, tmp_path / "work", tmp_path / "records", 1, tiny.deaf)
+    told, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, told  # not killed for being late
+
+
 def test_a_worker_that_is_killed_costs_its_run_alone(tmp_path):
     process = start(tmp_path, 1)
     wait_for(lambda: sum(epochs_done(tmp_path)) > 0, process)

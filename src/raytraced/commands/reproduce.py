@@ -49,13 +49,7 @@ def reproduce(
     require(workers >= 1, "workers", workers, "must be at least 1")
     if dry_run:
         return tell_plan(parts, scale, wanted, folder, workers)
-    from raytraced.reproduce.run import Stopped
-
-    try:
-        failures = {} if redraw else train_all(parts, scale, wanted, folder, data_root, workers)
-    except Stopped as stop:
-        print("stopped; everything is saved. The same command goes on from here.")
-        return stop.exit_code
+    failures = {} if redraw else train_all(parts, scale, wanted, folder, data_root, workers)
     page = write_results(parts, scale, wanted, folder, data_root)
     for key, problem in failures.items():
         print(f"failed: {key}: {problem}")

@@ -33,21 +33,13 @@ VALIDATION = ("num_samples", "accuracy", "bits_per_byte", "loss", "calibration_e
               "experts_per_class", "expert_load")  # fmt: skip
 
 
-class Stopped(Exception):  # noqa: N818 (not an error)
-    """Asked to stop; everything is saved."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by signal {number}")
-        self.exit_code = 128 + number
-
-
 def run_all(
     runs: Sequence[Run], work: Path, records: Path, num_workers: int, data_root: str | None = None
 ) -> dict[str, str]:
     """Bring all runs to their end and keep their records; returns what failed, by key.
 
     Raises:
-        Stopped: on SIGINT or SIGTERM, after the workers have saved.
+        SystemExit: on SIGINT, SIGTERM or SIGHUP, after the workers have saved.
     """
     work.mkdir(parents=True, exist_ok=True)
     failures: dict[str, str] = {}
@@ -58,9 +50,7 @@ def run_all(
         missing = [run for run in runs if publish(run, work, store) is None]
         waiting = deque(sorted(missing, key=lambda run: -run.expected_seconds))
         try:
-            while waiting or busy:
-                if request.number:
-                    raise Stopped(request.number)
+            while (waiting or busy) and not request.number:
                 while waiting and len(busy) < num_workers:
                     pipe = next((one for one in crew if one not in busy), None) or start(crew, work, data_root)
                     busy[pipe] = waiting.popleft()
@@ -79,10 +69,14 @@ def run_all(
                 to_go, at_work = [*waiting, *busy.values()], ", ".join(run.key for run in busy.values())
                 status.update(f"{len(to_go)} runs to go, {time_left(missing, to_go, started)}; at work: {at_work}")
         finally:
-            for process in crew.values():
+            for pipe, process in crew.items():
                 process.terminate()  # a run at work saves itself
+                pipe.close()  # one that had just ended waits for no other
             for process in crew.values():
                 process.join()
+    if request.number:
+        print("stopped; everything is saved. The same command goes on from here.")
+        raise SystemExit(128 + request.number)
     return failures
 
 
@@ -156,7 +150,7 @@ def serve(pipe: Connection, work: Path, data_root: str | None) -> None:
     os.dup2(2, 1)  # what libraries print is no part of the runner's output
     os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     threading.Thread(target=end_with_runner, daemon=True).start()
-    with (work / ".workers").open("w") as file, suppress(EOFError):
+    with (work / ".workers").open("w") as file, suppress(EOFError, BrokenPipeError):
         # While a worker lives, no other runner starts, even if its own was killed.
         lock_file(file, shared=True, wait=True)
         while True:
