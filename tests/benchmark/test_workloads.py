@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raytraced import operations
-from raytraced.benchmark import gpu_workloads, layer_workloads, model_workloads, results
+from raytraced.benchmark import layer_workloads, model_workloads, results
 from raytraced.benchmark.layer_workloads import (
     PEERS,
     ExpertSize,
@@ -76,7 +76,7 @@ def test_the_command_does_not_import_torch_before_it_measures():
 
 def test_every_workload_of_the_table_has_its_function():
     for name in WORKLOADS:
-        assert callable((vars(model_workloads) | vars(layer_workloads) | vars(gpu_workloads))[name.replace("-", "_")])
+        assert callable((vars(model_workloads) | vars(layer_workloads))[name.replace("-", "_")])
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_a_workload_gives_ratios_of_named_contenders(name, bench, small):
 
 
 def test_what_a_gpu_would_be_asked_runs(bench, monkeypatch):
-    monkeypatch.setattr(gpu_workloads, "GPU_GRIDS", ((2, 4),))
-    monkeypatch.setattr(gpu_workloads, "GPU_BATCH", 8)
-    monkeypatch.setattr(gpu_workloads, "COSTLY", ExpertSize(8, 16))
+    monkeypatch.setattr(layer_workloads, "GPU_GRIDS", ((2, 4),))
+    monkeypatch.setattr(layer_workloads, "GPU_BATCH", 8)
+    monkeypatch.setattr(layer_workloads, "COSTLY", ExpertSize(8, 16))
     monkeypatch.setattr(
         torch, "bfloat16", torch.float32
     )  # some CPUs end the process where oneDNN multiplies in bfloat16
-    outcome = gpu_workloads.on_device(bench, "cpu")
+    outcome = layer_workloads.gpu(bench, "cpu")
     assert [row["ratio"] > 0 for row in outcome.rows] == [True] * 6
     assert {"sequence, greedy, 2×4", "sequence, drawn, 2×4"} <= {row["what"] for row in outcome.rows}
     assert all(outcome.conditions.values())
@@ -198,7 +198,7 @@ def test_trained_models_differ_from_new_ones_and_are_trained_once(bench):
 
 
 def test_what_is_plain_runs_without_compiled_operations(bench):
-    one = model_workloads.plainly(model_workloads.Contender("x", lambda: operations.sequence.allowed()))
+    one = model_workloads.forced(model_workloads.Contender("x", lambda: operations.sequence.allowed()), "plain")
     assert [implementation.name for implementation in one.run()] == ["plain"]
     assert one.name == "x, plain"
 

@@ -6,7 +6,7 @@ import pytest
 
 from raytraced.reproduce import ship as shipping
 from raytraced.reproduce.plan import FULL, Planner
-from raytraced.reproduce.records import Results, best_rates
+from raytraced.reproduce.records import Results, read_searches
 from raytraced.reproduce.run import HISTORY, MOST_BUDGETS, VALIDATION, make_record
 from raytraced.reproduce.ship import ship_all
 from raytraced.reproduce.variants import MRE
@@ -73,7 +73,7 @@ def test_the_learning_rate_is_chosen_on_validation_images_though_test_images_say
         for place, lr in enumerate(grid)
     ]  # fmt: skip
     beyond = record("mnist", "mre-lr-0.02", 100, group="search", family="mre", lr=2e-2, validation=0.1, accuracy=0.99)
-    assert best_rates(Results([*searches, beyond]), FULL) == {"mnist": {"mre": grid[-1]}}
+    assert read_searches(Results([*searches, beyond]), FULL)[0] == {"mnist": {"mre": grid[-1]}}
 
 
 def test_the_shipped_seed_is_chosen_on_validation_images_though_test_images_say_the_reverse(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from raytraced.reproduce.plan import FULL
-from raytraced.reproduce.records import Results, Store, best_rates, read_line, shorten, spread, wider_grids, write_line
+from raytraced.reproduce.records import Results, Store, read_line, read_searches, shorten, spread, write_line
 from raytraced.training.config import TrainConfig
 
 
@@ -93,7 +93,7 @@ def search(record):
 
 @pytest.fixture
 def find(search):
-    return lambda accuracies, data="mnist": best_rates(search(accuracies, data), SCALE)
+    return lambda accuracies, data="mnist": read_searches(search(accuracies, data), SCALE)[0]
 
 
 def test_the_best_rate_on_validation_wins_whatever_the_test_images_say(find):
@@ -139,6 +139,6 @@ def test_a_search_that_always_diverges_is_an_error(find):
     ],
 )
 def test_a_search_goes_on_while_its_best_rate_lies_on_the_edge(search, find, accuracies, tried):
-    assert wider_grids(search(accuracies), SCALE).get(("mnist", "top-k")) == tried
+    assert read_searches(search(accuracies), SCALE)[1].get(("mnist", "top-k")) == tried
     assert ("mnist" in find(accuracies)) == (tried is not None and set(tried) == set(accuracies))
-    assert wider_grids(search(accuracies), replace(SCALE, fixed_lr=1.0)).get(("mnist", "top-k"), GRID)[:3] == GRID
+    assert read_searches(search(accuracies), replace(SCALE, fixed_lr=1.0))[1].get(("mnist", "top-k"), GRID)[:3] == GRID

@@ -95,7 +95,7 @@ def test_the_record_is_made_of_the_runs_own_summary_alone(undisturbed):
 
 def test_a_second_call_trains_nothing(undisturbed, monkeypatch):
     folder, _ = undisturbed
-    monkeypatch.setattr(running.Crew, "start", lambda self: pytest.fail("a worker was started"))
+    monkeypatch.setattr(running, "start", lambda *_: pytest.fail("a worker was started"))
     (folder / "records" / "digits.jsonl").unlink()  # comes back from the run folders
     assert running.run_all(tiny.RUNS, folder / "work", folder / "records", 2) == {}
     assert all(Store(folder / "records").find(run) for run in tiny.RUNS)
@@ -114,6 +114,12 @@ def test_killed_and_interrupted_it_goes_on_and_ends_as_if_nothing_had_happened(u
     told, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, told
     assert outcome(tmp_path) == outcome(undisturbed[0])
+
+
+def test_a_worker_that_was_asked_to_stop_too_late_waits_for_no_other_run(tmp_path):
+    process = Forked(tiny.main, tmp_path / "work", tmp_path / "records", 1, tiny.deaf)
+    told, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, told  # not killed for being late
 
 
 def test_a_worker_that_is_killed_costs_its_run_alone(tmp_path):

@@ -1,4 +1,4 @@
-"""Workloads on the activation sequence, on single layers and on a decoder of them; costly experts, other libraries' layers.
+"""Workloads on the activation sequence and on layers: costly experts, a GPU, other libraries' layers, decoders of them.
 
 Axes: B batch, L layers, N experts a layer, T steps, D width, G groups, S samples of a group (B = G·S).
 """
@@ -13,20 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from raytraced import operations
-from raytraced.benchmark.model_workloads import (
-    BATCH_SIZE,
-    SEED,
-    STATES,
-    Bench,
-    TrainingStep,
-    plainly,
-    recipe,
-    seeded,
-)
+from raytraced.benchmark.model_workloads import BATCH_SIZE, SEED, STATES, Bench, TrainingStep, forced, recipe, seeded
 from raytraced.benchmark.results import Outcome
 from raytraced.benchmark.timing import Contender
-from raytraced.grid import run_dense
-from raytraced.layer import Call, HiddenOnly, LayerOutput, RoutedLayer, routed_layer
+from raytraced.layer import HiddenOnly, LayerOutput, RoutedLayer, routed_layer
 from raytraced.routers.raytraced import RaytracedExperts, activation_sequence
 from raytraced.routers.top_k import TopK
 from raytraced.routing import RoutingNetwork
@@ -36,6 +26,7 @@ from raytraced.tasks.task import Batch
 
 NUM_LAYERS, NUM_EXPERTS = 4, 8
 GRIDS = ((2, 4), (2, 8), (4, 8), (4, 16), (8, 16), (8, 32))
+GPU_GRIDS, GPU_BATCH = ((4, 8), (8, 16)), 4096
 LIMIT_DIMS, PRODUCT = (16, 128, 512), 1024  # a square product of that size is as fast as a core gets
 TEXT, NUM_WINDOWS = "shakespeare", 16  # the bundled text; windows of a batch, of 128 bytes each
 
@@ -90,7 +81,7 @@ def sequence(bench: Bench) -> Outcome:
         drawn = SequenceRun(routing, entry_BN).contender(f"drawn, {state}")
         greedy = SequenceRun(routing, entry_BN, "greedy").contender(f"greedy, {state}")
         whole = bench.step("mre", state)._replace(name=f"a training step, {state}")
-        pairs += [(drawn, plainly(drawn)), (greedy, plainly(greedy)), (greedy, whole)]
+        pairs += [(drawn, forced(drawn, "plain")), (greedy, forced(greedy, "plain")), (greedy, whole)]
         equal.append(compare_sequences(routing, entry_BN))
     conditions = {what: all(found[what] for found in equal) for what in equal[0]}
     return Outcome(bench.compare(pairs).rows, conditions)
@@ -115,18 +106,20 @@ def compare_sequences(routing: RoutingNetwork, entry_BN: Tensor) -> dict[str, bo
 
 
 def growth(bench: Bench) -> Outcome:
-    runs: dict[str, Contender] = {}
+    runs: dict[tuple[int, int], list[Contender]] = {}
     for L, N in GRIDS:
         routing, entry_BN = RoutingNetwork(L, N), torch.randn(BATCH_SIZE, N, generator=seeded()).softmax(-1)
         greedy = torch.no_grad()(partial(activation_sequence, routing, entry_BN, select="greedy"))
-        inference = Contender("inference", greedy, experts=greedy().num_active.float().mean().item())
-        ways: tuple[tuple[Select, str], ...] = (("greedy", "training"), ("sample", "training through draws"))
-        trained = (SequenceRun(routing, entry_BN, select).contender(name) for select, name in ways)
-        for one in (inference, *trained):
+        runs[L, N] = [
+            Contender("inference", greedy, experts=greedy().num_active.float().mean().item()),
+            SequenceRun(routing, entry_BN, "greedy").contender("training"),
+            SequenceRun(routing, entry_BN, "sample").contender("training through draws"),
+        ]
+        for at, one in enumerate(runs[L, N]):
             work = ((one.experts or 0) + 1) * L * N**3  # of a method that redoes the whole grid at every step
-            runs[f"{one.name}, {L}×{N}"] = one._replace(name=f"{one.name}, {L}×{N} (T·L·N³ = {work:,.0f})")
-    base = {kind: runs.pop(f"{kind}, 4×8") for kind in ("inference", "training", "training through draws")}
-    return bench.compare([(one, base[key.split(",")[0]]) for key, one in runs.items()])
+            runs[L, N][at] = one._replace(name=f"{one.name}, {L}×{N} (T·L·N³ = {work:,.0f})")
+    base = runs.pop((NUM_LAYERS, NUM_EXPERTS))
+    return bench.compare([pair for some in runs.values() for pair in zip(some, base, strict=True)])
 
 
 def raytraced_layer(size: ExpertSize) -> RaytracedExperts:
@@ -140,11 +133,12 @@ def top2_layer(size: ExpertSize) -> RoutedLayer:
 
 
 class LayerStep:
-    """Forward and backward of a layer inside a network: its input wants a gradient too."""
+    """Forward and backward of a layer inside a network, where its weights are: its input wants a gradient too."""
 
-    def __init__(self, owner: nn.Module, dim: int, run: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(self, owner: nn.Module, dim: int, run: Callable[[Tensor], Tensor] | None = None, num: int = 0) -> None:
         self.owner, self.run = owner.train(), run or owner
-        self.hidden_BD, self.gradient_BD = torch.randn(2, BATCH_SIZE, dim, generator=seeded())
+        both = torch.randn(2, num or BATCH_SIZE, dim, generator=seeded())
+        self.hidden_BD, self.gradient_BD = both.to(next(owner.parameters()))
 
     def __call__(self) -> None:
         self.run(self.hidden_BD.detach().requires_grad_()).backward(self.gradient_BD)
@@ -152,20 +146,50 @@ class LayerStep:
 
 
 def costly_experts(bench: Bench) -> Outcome:
-    layer, top2 = raytraced_layer(COSTLY), top2_layer(COSTLY)
     hidden_BD = torch.randn(BATCH_SIZE, COSTLY.dim, generator=seeded())
 
-    def every_expert(hidden_BD: Tensor) -> Tensor:
-        choice = layer.router.plan(hidden_BD, Call())
-        return run_dense(layer.experts, hidden_BD, choice.active, choice.weights, layer.stream, needs_inactive=True)
-
-    def contenders(name: str, owner: RoutedLayer, run: Callable[[Tensor], Tensor], experts: float) -> list[Contender]:
+    def contenders(name: str, layer: RoutedLayer) -> list[Contender]:
+        run, experts = HiddenOnly(layer), layer(hidden_BD).route.num_active.float().mean().item()
         inference = Contender(f"inference, {name}", torch.no_grad()(partial(run, hidden_BD)), experts=experts)
-        return [inference, Contender(f"step, {name}", LayerStep(owner, COSTLY.dim, run), experts=experts)]
+        return [inference, Contender(f"step, {name}", LayerStep(run, COSTLY.dim), experts=experts)]
 
-    mre = contenders("MRE", layer, HiddenOnly(layer), layer(hidden_BD).route.num_active.float().mean().item())
-    every, other = contenders("every expert", layer, every_expert, 32), contenders("top-2", top2, HiddenOnly(top2), 8)
-    return bench.compare([*zip(mre, every, strict=True), *zip(mre, other, strict=True)])
+    mre, top2 = contenders("MRE", raytraced_layer(COSTLY)), contenders("top-2", top2_layer(COSTLY))
+    dense = [forced(one, "dense", "experts") for one in mre]
+    every = [one._replace(name=one.name.replace("MRE, dense", "every expert"), experts=32) for one in dense]
+    return bench.compare([*zip(mre, every, strict=True), *zip(mre, top2, strict=True)])
+
+
+def gpu(bench: Bench, device: str = "cuda") -> Outcome:
+    """The sequence for some grids, and a layer of costly experts in bfloat16."""
+    pairs, equal = [], []
+    ways: tuple[tuple[Select, str], ...] = (("greedy", "greedy"), ("sample", "drawn"))
+    for L, N in GPU_GRIDS:
+        here = RoutingNetwork(L, N), torch.randn(GPU_BATCH, N, generator=seeded()).softmax(-1)
+        there = RoutingNetwork(L, N).to(device), here[1].to(device)
+        there[0].load_state_dict(here[0].state_dict())
+        for select, way in ways:
+            fast = waiting(SequenceRun(*there, select).contender(f"sequence, {way}, {L}×{N}"), device)
+            core = SequenceRun(*here, select).contender(f"sequence, {way}, {L}×{N}, one core")
+            pairs += [(fast, forced(fast, "plain", "sequence")), (fast, core)]
+        equal.append(compare_sequences(*there))
+    layer = raytraced_layer(COSTLY).to(device, torch.bfloat16)
+    run = LayerStep(HiddenOnly(layer), COSTLY.dim, num=GPU_BATCH)
+    step = waiting(Contender(f"experts {COSTLY}, bfloat16", run), device)
+    grouped, sparse, dense = (forced(step, word, "experts") for word in ("grouped", "sparse", "dense"))
+    pairs += [(grouped, sparse), (grouped, dense)]
+    conditions = {what: all(found[what] for found in equal) for what in equal[0]}
+    return Outcome(bench.compare(pairs).rows, conditions)
+
+
+def waiting(one: Contender, device: str) -> Contender:
+    """The same until the device has finished: a call alone only puts work into its queue."""
+    wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def run() -> None:
+        one.run()
+        wait()
+
+    return one._replace(run=run)
 
 
 # How another library's layers are made, and in how many groups a batch can be handed out: the cost of handing out grows with

@@ -83,14 +83,14 @@ def answering(name: str, model: Callable[[Tensor], object], images: Tensor, size
     return Contender(name, run, experts=mean_experts(model, images) if isinstance(model, Model) else None)
 
 
-def plainly(one: Contender) -> Contender:
-    """The same without compiled operations."""
+def forced(one: Contender, word: str, *names: str) -> Contender:
+    """The same with an implementation of all operations, or of those named."""
 
     def run() -> object:
-        with operations.use("plain"):
+        with operations.use(**dict.fromkeys(names, word)) if names else operations.use(word):
             return one.run()
 
-    return one._replace(name=f"{one.name}, plain", run=run)
+    return one._replace(name=f"{one.name}, {word}", run=run)
 
 
 class Bench:
@@ -198,7 +198,7 @@ def kernels(bench: Bench) -> Outcome:
         model, batch = noise(*shape)
         contenders.append(answering(f"inference, {title}", copy.deepcopy(model), batch.inputs))
         contenders.append(TrainingStep(recipe(bench.data, "mre"), model, repeat(batch)).contender(f"step, {title}"))
-    return bench.compare([(one, plainly(one)) for one in contenders])
+    return bench.compare([(one, forced(one, "plain")) for one in contenders])
 
 
 def memory(bench: Bench) -> Outcome:

@@ -39,7 +39,7 @@ def run(names: list[str], folder: Path, settings: Any, data: str, fresh: bool) -
     import torch
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from raytraced.benchmark import gpu_workloads, layer_workloads, model_workloads, report, results
+    from raytraced.benchmark import layer_workloads, model_workloads, report, results
 
     if "gpu" in names and not torch.cuda.is_available():
         require(names != ["gpu"], "only", "gpu", "no GPU, or a PyTorch without CUDA; see docs/gpu.md")
@@ -50,7 +50,7 @@ def run(names: list[str], folder: Path, settings: Any, data: str, fresh: bool) -
     file = results.ResultsFile(folder / "results.json", machine, stamp, fresh=fresh)
     todo = [name for name in names if not file.is_done(name)]
     bench = model_workloads.Bench(settings, data)
-    functions = vars(model_workloads) | vars(layer_workloads) | vars(gpu_workloads)
+    functions = vars(model_workloads) | vars(layer_workloads)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # no refresh by itself: a thread that redraws while times are taken would disturb them
     with Progress(*columns, disable=not sys.stdout.isatty(), auto_refresh=False) as bars:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from raytraced.reproduce import plan
 from raytraced.reproduce.plan import FULL, PARTS, QUICK, TEXT, TEXT_QUICK, Planner, Scale, Wanted, collect_runs
-from raytraced.reproduce.records import Store, best_rates, wider_grids
+from raytraced.reproduce.records import Store, read_searches
 from raytraced.words import did_you_mean, require
 
 
@@ -48,13 +48,7 @@ def reproduce(
     require(workers >= 1, "workers", workers, "must be at least 1")
     if dry_run:
         return tell_plan(parts, scale, wanted, folder, workers)
-    from raytraced.reproduce.run import Stopped
-
-    try:
-        failures = {} if redraw else train_all(parts, scale, wanted, folder, data_root, workers)
-    except Stopped as stop:
-        print("stopped; everything is saved. The same command goes on from here.")
-        return stop.exit_code
+    failures = {} if redraw else train_all(parts, scale, wanted, folder, data_root, workers)
     page = write_results(parts, scale, wanted, folder, data_root)
     for key, problem in failures.items():
         print(f"failed: {key}: {problem}")
@@ -70,7 +64,7 @@ def split(words: str | None) -> list[str]:
 def find_plan(scale: Scale, folder: Path) -> Planner:
     """With what the searches on record found; one made with another recipe does not count, and is made again."""
     results = Store(folder / "records").results(plan.every_run(Planner(scale, {})))
-    return Planner(scale, best_rates(results, scale), wider_grids(results, scale))
+    return Planner(scale, *read_searches(results, scale))
 
 
 def train_all(
@@ -104,16 +98,16 @@ def write_results(parts: list[str], scale: Scale, wanted: Wanted, folder: Path, 
     results = Store(folder / "records").results(plan.every_run(find_plan(scale, folder)))
     if not results.whole:
         raise ValueError(f"{folder / 'records'}: holds no record of a run; leave --redraw out to train")
-    if parts == ["text"]:
-        from raytraced.reproduce.text import write_text
-
-        return write_text(results, folder, scale.name == "quick")
     from raytraced.reproduce.figures import save_figures
     from raytraced.reproduce.report import write_report
     from raytraced.reproduce.ship import ship_all
+    from raytraced.reproduce.text import write_text
 
-    names = list(wanted or (name for name, how in scale.data.items() if how.paper))
-    save_figures(parts, results, names, folder / "figures", data_root, scale.name == "quick")
+    quick, texts = scale.name == "quick", parts == ["text"]
+    names = results.data() if texts else list(wanted or (name for name, how in scale.data.items() if how.paper))
+    save_figures(parts, results, names, folder / "figures", data_root, quick)
+    if texts:
+        return write_text(results, folder, quick)
     write_report(results, scale, folder)
     if "ship" in parts:
         ship_all(results, folder / "runs", data_root=data_root)

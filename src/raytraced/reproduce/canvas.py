@@ -36,6 +36,11 @@ class Look(NamedTuple):
         """The colour inside its marker."""
         return self.colour if self.filled else "white"
 
+    @property
+    def style(self) -> dict[str, Any]:
+        """The same in matplotlib's words."""
+        return {"color": self.colour, "marker": self.marker, "linestyle": self.line, "markerfacecolor": self.face}
+
 
 LOOKS = {
     "mre": Look(BLUE, "o"),

@@ -85,19 +85,13 @@ def easy_images(results: Results) -> Iterator[Case]:
 
 def shorter_gain(record: Record) -> float:
     """How much better images with short sequences are classified than those with long ones, halves as equal as can be."""
-    lengths = sorted(
-        (int(length), part["num"], part["accuracy"][-1]) for length, part in record.test["lengths"].items()
-    )
-    total, best, short = sum(num for _, num, _ in lengths), 0.0, 0
-    gain = 0.0
-    for at, (_, num, _) in enumerate(lengths[:-1], 1):
-        short += num
-        evenness = min(short, total - short)
-        if evenness > best:
-            halves = (lengths[:at], lengths[at:])
-            first, second = (sum(n * right for _, n, right in half) / sum(n for _, n, _ in half) for half in halves)
-            best, gain = evenness, first - second
-    return gain
+    parts = sorted((int(length), part["num"], part["accuracy"][-1]) for length, part in record.test["lengths"].items())
+    halves = [(parts[:at], parts[at:]) for at in range(1, len(parts))]
+    if not halves:
+        return 0.0
+    chosen = max(halves, key=lambda pair: min(sum(num for _, num, _ in half) for half in pair))
+    short, long = (sum(num * right for _, num, right in half) / sum(num for _, num, _ in half) for half in chosen)
+    return short - long
 
 
 def outperforms(results: Results) -> Iterator[Case]:
@@ -151,35 +145,27 @@ def grid_entropy(load_LN: Tensor) -> float:
     return load_entropy(load_LN.reshape(1, -1))
 
 
-def num_dead(load_LN: Tensor, least: float = 1e-3) -> int:
+def num_dead(load_LN: Tensor) -> int:
     """How many experts fewer than one sample in a thousand activates."""
-    return int((load_LN < least).sum())
+    return int((load_LN < 1e-3).sum())
 
 
-class LoadFigures(NamedTuple):
-    """How evenly a model uses its experts, means over seeds."""
-
-    entropy: float  # within layers
-    grid_entropy: float
-    num_dead: float
-
-
-def load_figures(results: Results, data: str, label: str) -> LoadFigures | None:
-    """The figures of a model on a data set; None if it was not run there."""
-    loads = [torch.tensor(one.test["expert_load"]) for one in results.of(data, label)]
-    figures = (load_entropy, grid_entropy, num_dead)
-    return LoadFigures(*(spread(map(figure, loads)).mean for figure in figures)) if loads else None
+def expert_loads(results: Results, data: str, label: str) -> list[Tensor]:
+    """Of each seed, the share of the samples that activate each expert (L, N)."""
+    return [torch.tensor(one.test["expert_load"]) for one in results.of(data, label)]
 
 
 def balanced(results: Results) -> Iterator[Case]:
     for data in results.data(wide=False):
-        labels = (variant.label for variant in BALANCE_VARIANTS)
-        known = {label: one for label in labels if (one := load_figures(results, data, label)) is not None}
+        known: dict[str, tuple[float, float]] = {}
+        for label in (variant.label for variant in BALANCE_VARIANTS):
+            if loads := expert_loads(results, data, label):
+                known[label] = spread(map(load_entropy, loads)).mean, spread(map(num_dead, loads)).mean
+        told = ", ".join(f"{label} {entropy:.2f} ({dead:.1f} dead)" for label, (entropy, dead) in known.items())
         for label in (label for label in RECIPES if label in known and "top-k" in known):
-            ours, theirs = known[label], known["top-k"]
-            told = ", ".join(f"{name} {one.entropy:.2f} ({one.num_dead:.1f} dead)" for name, one in known.items())
-            holds = ours.entropy >= theirs.entropy and ours.num_dead == 0
-            yield Case(holds, ours.entropy, f"{DATA_NAMES[data]}: {told}" if label == RECIPES[0] else "")
+            entropy, dead = known[label]
+            holds = entropy >= known["top-k"][0] and dead == 0
+            yield Case(holds, entropy, f"{DATA_NAMES[data]}: {told}" if label == RECIPES[0] else "")
 
 
 def first_reach(record: Record, accuracy: float) -> int | None:
@@ -222,17 +208,16 @@ def tell_race(epochs: list[int], records: list[Record]) -> str:
 
 def robust_temperature(results: Results) -> Iterator[Case]:
     for data in results.data("temperature"):
-        for family in RECIPES:
-            runs = [one for one in results.whole if (one.data, one.family, one.group) == (data, family, "temperature")]
-            taus = sorted({one.setting for one in runs if one.setting is not None})
-            known = {tau: spread(one.accuracy for one in runs if one.setting == tau) for tau in taus}
-            means = [one.mean for tau, one in known.items() if 10 <= tau <= 50]
-            if len(means) > 1:
-                width = max(means) - min(means)
-                shown = (f"τ {tau:g}: {100 * one.mean:.1f} ± {100 * one.std:.1f}" for tau, one in known.items())
-                told = f"{family} (Gumbel), {DATA_NAMES[data]}: {', '.join(shown)}"
-                # where seeds differ by more than a point, so does the method: not robust
-                yield Case(width <= 0.01, 100 * width if family == "mre-paper" else None, told)
+        runs = [one for one in results.whole if (one.data, one.group) == (data, "temperature")]
+        taus = sorted({one.setting for one in runs if one.setting is not None})
+        known = {tau: spread(one.accuracy for one in runs if one.setting == tau) for tau in taus}
+        means = [one.mean for tau, one in known.items() if 10 <= tau <= 50]
+        if len(means) > 1:
+            width = max(means) - min(means)
+            shown = (f"τ {tau:g}: {100 * one.mean:.1f} ± {100 * one.std:.1f}" for tau, one in known.items())
+            told = f"mre-paper (Gumbel), {DATA_NAMES[data]}: {', '.join(shown)}"
+            # where seeds differ by more than a point, so does the method: not robust
+            yield Case(width <= 0.01, 100 * width, told)
 
 
 def learning_rate(results: Results) -> Iterator[Case]:

@@ -16,6 +16,7 @@ from raytraced.reproduce.canvas import BLUE, FAINT, GRID, INK, LOOKS, ORANGE, SK
 from raytraced.reproduce.claims import settled
 from raytraced.reproduce.plan import FULL
 from raytraced.reproduce.records import Point, Record, Results, budget_points, spread
+from raytraced.reproduce.text import text_figure
 from raytraced.reproduce.variants import DATA_NAMES, EQUAL_LR, KNOBS, NAMES
 from raytraced.tasks.table import find_task
 
@@ -65,33 +66,32 @@ def save_figures(
 
 def draw_part(part: str, results: Results, names: list[str], data_root: str | None) -> Iterator[tuple[str, Figure]]:
     """The figures of a part by file name, where there are runs for them."""
+    if part == "text":
+        yield part, text_figure(results, names)
+        return
     wide = part == "union"
     known = {data: set(results.labels(data)) for data in (FULL.data if wide else names) if FULL.data[data].wide == wide}
-    ours, written, papers = (
-        [data for data in known if known[data] & labels] for labels in ({"mre"}, {"mre-paper"}, {*NAMES})
-    )
-    raced = [data for data in known if known[data] or results.labels(data, "equal-lr")]
-    for name, shown, draw in (
-        ("fig2", ours, partial(sequence_figure, label="mre")),
-        ("fig2-paper", written, partial(sequence_figure, label="mre-paper")),
-        ("fig3", raced, epochs_figure),
-        ("fig6", papers, validation_figure),
-    ):
-        if shown and name.partition("-")[0] == part:
-            yield name, draw(results, shown)
+    for label in ("mre", "mre-paper"):
+        name, shown = part + label.removeprefix("mre"), [data for data in known if label in known[data]]
+        if part == "fig2" and shown:
+            yield name, sequence_figure(results, shown, label)
+        for data in shown if part in ("fig5", "fig7") else []:
+            record, dataset = results.of(data, label)[0], find_task(data).load(data, data_root)
+            if part == "fig5":
+                yield f"{name}-{data}", class_figure(record, dataset.class_names)
+            else:
+                yield f"{name}-{data}", gallery_figure(record, dataset.test.images.numpy())
     for data in known if part in ("frontier", "union") else []:
         if len(known[data]) > 1:
-            yield "union" if wide else f"frontier-{data}", frontier_figure(results, data)
-    if part == "sure" and (stopped := [data for data in FULL.data if len(sure_labels(results, data)) > 1]):
-        yield "sure", sure_figure(results, stopped)
-    recipes = [(data, label) for label, some in (("mre", ours), ("mre-paper", written)) for data in some]
-    for data, label in recipes if part in ("fig5", "fig7") else []:
-        record, dataset = results.of(data, label)[0], find_task(data).load(data, data_root)
-        name = f"{part}{label.removeprefix('mre')}-{data}"
-        if part == "fig5":
-            yield name, class_figure(record, dataset.class_names)
-        else:
-            yield name, gallery_figure(record, dataset.test.images.numpy())
+            yield part if wide else f"{part}-{data}", frontier_figure(results, data)
+    columns = {
+        "fig3": (epochs_figure, [data for data in known if known[data] or results.labels(data, "equal-lr")]),
+        "fig6": (validation_figure, [data for data in known if known[data] & {*NAMES}]),
+        "sure": (sure_figure, [data for data in FULL.data if len(sure_labels(results, data)) > 1]),
+    }
+    if part in columns and columns[part][1]:
+        draw, shown = columns[part]
+        yield part, draw(results, shown)
 
 
 def sequence_figure(results: Results, shown: list[str], label: str) -> Figure:
@@ -182,9 +182,8 @@ def validation_figure(results: Results, shown: list[str]) -> Figure:
         for label in (label for label in NAMES if results.of(data, label)):
             values = 100 * np.array([one.history["validation_accuracy"] for one in results.of(data, label)])
             epochs, look = np.arange(1, values.shape[1] + 1), LOOKS[label]
-            axes.plot(epochs, values.mean(0), look.line, color=look.colour, linewidth=1.5, label=NAMES[label],
-                      marker=look.marker, markevery=max(1, len(epochs) // 6), markersize=4,
-                      markerfacecolor=look.face)  # fmt: skip
+            style = look.style | {"linewidth": 1.5, "markersize": 4, "markevery": max(1, len(epochs) // 6)}
+            axes.plot(epochs, values.mean(0), label=NAMES[label], **style)
             axes.fill_between(epochs, values.min(0), values.max(0), color=look.colour, alpha=0.15, linewidth=0)
             finals[NAMES[label]] = spread(values[:, -1]).mean
         # the first epochs would leave no room for the differences
@@ -259,23 +258,22 @@ def draw_frontier(results: Results, data: str, axes: Axes) -> None:
         if values[point.records[0].label] >= axes.get_ylim()[0]:
             families.setdefault(point.records[0].family, []).append(point)
 
-    def draw(chosen: list[Point], name: str, look: Look, deviation: bool = True, told: bool = False) -> None:
-        """Points of one family, joined; if `told`, with their settings."""
+    def draw(chosen: list[Point], name: str, look: Look, std: list[float] | None) -> list[tuple[float, float]]:
+        """Points of one family, joined; returns where they are."""
         x, y = [(point.macs - common) / 1000 for point in chosen], [100 * point.accuracy.mean for point in chosen]
-        std = [100 * point.accuracy.std for point in chosen] if deviation else None
-        line = "none" if len(chosen) == 1 else look.line
-        axes.errorbar(x, y, std, label=name, color=look.colour, marker=look.marker, markerfacecolor=look.face,
-                      linestyle=line, markersize=6, linewidth=1.5, elinewidth=0.8, zorder=4)  # fmt: skip
-        own: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7.5, "color": look.colour}
-        for point, *place in zip(chosen, x, y, strict=True) if told else ():
-            axes.annotate(setting_of(point.records[0]), (place[0], place[1]), (5, 4), **own)
+        style = look.style | ({"linestyle": "none"} if len(chosen) == 1 else {})
+        axes.errorbar(x, y, std, label=name, markersize=6, linewidth=1.5, elinewidth=0.8, zorder=4, **style)
+        return list(zip(x, y, strict=True))
 
     for family, chosen in families.items():
-        name, told = KNOB_NAMES.get(family, family), family in KNOB_NAMES
-        draw(chosen, name, LOOKS[family], told=told)
+        look, std = LOOKS[family], [100 * point.accuracy.std for point in chosen]
+        places = draw(chosen, KNOB_NAMES.get(family, family), look, std)
+        own: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7.5, "color": look.colour}
+        for point, place in zip(chosen, places, strict=True) if family in KNOB_NAMES else ():
+            axes.annotate(setting_of(point.records[0]), place, (5, 4), **own)
     budgets = budget_points(results.of(data, "mre"))[1:]
     if len(budgets) > 1:
-        draw(budgets, "MRE, budgets 1, 2 …", Look(BLUE, ".", "--"), deviation=False)
+        draw(budgets, "MRE, budgets 1, 2 …", Look(BLUE, ".", "--"), None)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -306,10 +304,8 @@ def sure_figure(results: Results, shown: list[str]) -> Figure:
             records = [one.sure for one in results.of(data, label) if one.sure]
             rows = list(zip(*(one["points"] for one in records), strict=True))
             x, y = ([spread(row[name] for row in same).mean for same in rows] for name in ("macs", "accuracy"))
-            look = LOOKS[label]
             axes_x, axes_y = [(value - fixed) / 1000 for value in x], [100 * value for value in y]
-            above.plot(axes_x, axes_y, look.line, color=look.colour, marker=look.marker, markerfacecolor=look.face,
-                       markersize=4, linewidth=1.4, label=label)  # fmt: skip
+            above.plot(axes_x, axes_y, label=label, markersize=4, linewidth=1.4, **LOOKS[label].style)
             finals[label] = max(axes_y)
         told = set_range(above, finals | {"": max(finals.values()) - 2.5}, 4.0)
         above.set_xlabel(f"thousand multiply-adds an image,\nbeyond the common input block{told}", fontsize=8)

@@ -14,6 +14,7 @@ from raytraced.words import did_you_mean
 
 Group = Literal["main", "equal-lr", "search", "temperature", "init"]
 LearningRates = Mapping[str, Mapping[str, float]]  # data set → label → learning rate
+Grids = Mapping[tuple[str, str], tuple[float, ...]]  # (data set, label) → the learning rates that its search tries
 Wanted = tuple[str, ...] | None  # data sets that were asked for; None: those that a part is made for
 
 SEARCH_SEED = 100  # of no other run
@@ -56,8 +57,6 @@ class Scale:
     fixed_lr: float | None = None  # of everyone, in place of a search
 
 
-# 64-wide experts, so that capacity matters; searched by whole runs as well.
-UNION = DataPlan(6, 6, False, True, (1e-3, 2e-3, 5e-3), options={"dim": 64}, epoch_seconds=7.0)
 FULL = Scale(
     "full",
     {
@@ -66,7 +65,8 @@ FULL = Scale(
         "fashion-mnist": DataPlan(25, 8),
         # a short search would favour too large rates: fewer rates, each a whole run
         "cifar10": DataPlan(25, 25, grid=(2e-3, 5e-3, 1e-2), epoch_seconds=2.0),
-        "union": UNION,
+        # 64-wide experts, so that capacity matters; searched by whole runs as well
+        "union": DataPlan(6, 6, False, True, (1e-3, 2e-3, 5e-3), options={"dim": 64}, epoch_seconds=7.0),
     },
     num_seeds=3,
     num_compared_seeds=5,
@@ -155,7 +155,7 @@ class Planner:
 
     scale: Scale
     rates: LearningRates
-    grids: Mapping[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)  # of searches wider than planned
+    grids: Grids = field(default_factory=dict)  # of searches wider than planned
 
     def runs(
         self, group: Group, variants: Iterable[Variant], names: Iterable[str], seeds: Iterable[int], epochs: int = 0
@@ -232,45 +232,37 @@ def choose_parts(names: Iterable[str]) -> list[str]:
 def runs_of(part: str, planner: Planner, wanted: Wanted) -> list[Run]:
     """The runs that a part needs, of the models that it compares on the data sets that it is made for."""
     scale, plans = planner.scale, planner.scale.data
-    seeds, many = range(scale.num_seeds), range(scale.num_compared_seeds)
+    some, many = range(scale.num_seeds), range(scale.num_compared_seeds)
     asked = [name for name in plans if wanted is None or name in wanted]
     # the paper's, or any others that were asked for; wide models are not the paper's
     papers = [name for name in asked if (plans[name].paper or wanted) and not plans[name].wide]
     probed = [name for name in asked if name == scale.probe_data]
-    compared = [name for name in asked if plans[name].compared and plans[name].wide == (part == "union")]
-    match part:
-        case "table1":
-            return planner.runs("main", (*who.PAPER_VARIANTS, *who.PAPER_RIVALS), papers, seeds)
-        case "fig6":
-            return planner.runs("main", who.PAPER_VARIANTS, papers, seeds)
-        case "table2" | "fig2":
-            return planner.runs("main", (who.MRE, who.MRE_PAPER), papers, seeds)
-        case "fig3":
-            equal = planner.runs("equal-lr", who.EQUAL_VARIANTS, papers, [0])
-            return planner.runs("main", who.PAPER_VARIANTS, papers, seeds) + equal
-        case "fig5" | "fig7":
-            return planner.runs("main", (who.MRE, who.MRE_PAPER), papers, [0])
-        case "lr":
-            return [run for name, one in product(compared, who.PAPER_VARIANTS) for run in planner.search(one, name)]
-        case "balance":
-            return planner.runs("main", who.BALANCE_VARIANTS, papers, seeds)
-        case "temperature":
-            variants = who.temperature_variants(scale.temperatures)
-            return planner.runs("temperature", variants, probed, seeds, scale.probe_epochs)
-        case "init":
-            return planner.runs("init", who.INIT_VARIANTS, probed, seeds, scale.probe_epochs)
-        case "frontier" | "union":
-            swept = [(name, who.swept_variants(plans[name].targets), seeds) for name in compared]
-            whole = [(name, who.compared_variants(plans[name].wide), many) for name in compared]
-            return [run for name, some, which in swept + whole for run in planner.runs("main", some, [name], which)]
-        case "text":
-            texts = [name for name in asked if plans[name].options == BYTES.options]
-            return planner.runs("main", who.text_variants(), texts, seeds)
-        case "sure":
-            pairs, seeds = [(name, who.sure_variants(plans[name].wide)) for name in asked if plans[name].compared], many
-        case _:  # ship
-            pairs = [(name, (variant,)) for name, variant in who.SHIPPED.values() if name in asked]
-    return [run for name, variants in pairs for run in planner.runs("main", variants, [name], seeds)]
+    texts = [name for name in asked if plans[name].options == BYTES.options]
+    races = [name for name in asked if plans[name].compared]
+    compared = [name for name in races if plans[name].wide == (part == "union")]
+    if part == "lr":
+        return [run for name, one in product(compared, who.PAPER_VARIANTS) for run in planner.search(one, name)]
+    frontier = [("main", who.swept_variants(plans[name].targets), [name], some) for name in compared]
+    frontier += [("main", who.compared_variants(plans[name].wide), [name], many) for name in compared]
+    taus, recipes = who.temperature_variants(scale.temperatures), (who.MRE, who.MRE_PAPER)
+    needs: dict[str, list[Any]] = {
+        "table1": [("main", (*who.PAPER_VARIANTS, *who.PAPER_RIVALS), papers, some)],
+        "table2": [("main", recipes, papers, some)],
+        "fig2": [("main", recipes, papers, some)],
+        "fig3": [("main", who.PAPER_VARIANTS, papers, some), ("equal-lr", who.EQUAL_VARIANTS, papers, [0])],
+        "fig5": [("main", recipes, papers, [0])],
+        "fig6": [("main", who.PAPER_VARIANTS, papers, some)],
+        "fig7": [("main", recipes, papers, [0])],
+        "balance": [("main", who.BALANCE_VARIANTS, papers, some)],
+        "temperature": [("temperature", taus, probed, some, scale.probe_epochs)],
+        "init": [("init", who.INIT_VARIANTS, probed, some, scale.probe_epochs)],
+        "frontier": frontier,
+        "union": frontier,
+        "sure": [("main", who.sure_variants(plans[name].wide), [name], many) for name in races],
+        "text": [("main", who.text_variants(), texts, some)],
+        "ship": [("main", [variant], [name], some) for name, variant in who.SHIPPED.values() if name in asked],
+    }
+    return [run for need in needs[part] for run in planner.runs(*need)]
 
 
 def collect_runs(parts: Iterable[str], planner: Planner, wanted: Wanted) -> list[Run]:

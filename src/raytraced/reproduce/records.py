@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raytraced.files import write_file
-from raytraced.reproduce.plan import FULL, LADDER, LearningRates, Run, Scale
+from raytraced.reproduce.plan import FULL, LADDER, Grids, LearningRates, Run, Scale
+from raytraced.reproduce.variants import DATA_NAMES
 from raytraced.training.config import TrainConfig
 
 # Learning rates whose accuracies differ by no more are equal, and of equals the smaller wins: its long runs are steadier.
@@ -77,11 +78,7 @@ def read_line(line: str) -> Record:
 
 def shorten(value: Any) -> Any:
     """The same value with every number at six digits: what a thousand images can tell, and no more bytes."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {key: shorten(one) for key, one in value.items()}
-    return [shorten(one) for one in value] if isinstance(value, list | tuple) else value
+    return json.loads(json.dumps(value), parse_float=lambda digits: float(f"{float(digits):.6g}"))
 
 
 class Store:
@@ -180,7 +177,7 @@ class Results:
     def data(self, group: str = "main", wide: bool = True) -> list[str]:
         """The data sets of a group, those with wide models too or not."""
         found = {one.data for one in self.whole if one.group == group}
-        return [name for name, plan in FULL.data.items() if name in found and (wide or not plan.wide)]
+        return [name for name in DATA_NAMES if name in found and (wide or not FULL.data[name].wide)]
 
     def point(self, data: str, label: str, group: str = "main") -> Point:
         """The seeds of one model on one data set, together."""
@@ -195,31 +192,24 @@ class Results:
         return table
 
 
-def best_rates(results: Results, scale: Scale) -> LearningRates:
-    """The best rate of every search that is complete."""
+def read_searches(results: Results, scale: Scale) -> tuple[LearningRates, Grids]:
+    """The best rate of every search that is complete; and the rates that each search tries.
+
+    Those are the grid and, while the best lies on an edge, one rate beyond.
+    """
     found: dict[str, dict[str, float]] = {}
-    grids = wider_grids(results, scale)
-    for (data, label), accuracies in results.searches().items():
-        if set(grids[data, label]) <= set(accuracies):
-            best = choose_rate(accuracies)
-            if best is None:
-                raise ValueError(
-                    f"{label} on {data}: diverged at every learning rate of the search ({grids[data, label]})"
-                )
-            found.setdefault(data, {})[label] = best
-    return found
-
-
-def wider_grids(results: Results, scale: Scale) -> dict[tuple[str, str], tuple[float, ...]]:
-    """(data set, label) → the rates that its search tries: the grid and, while the best lies on an edge, one rate beyond."""
-    found = {}
+    grids: dict[tuple[str, str], tuple[float, ...]] = {}
     for (data, label), accuracies in results.searches().items():
         rates, best = sorted({*scale.data[data].grid, *accuracies}), choose_rate(accuracies)
         if len(accuracies) == len(rates) and scale.fixed_lr is None:
             higher, lower = [lr for lr in LADDER if lr > rates[-1]], [lr for lr in LADDER if lr < rates[0]]
             rates += higher[:1] if best == rates[-1] else lower[-1:] if best == rates[0] else []
-        found[data, label] = tuple(rates)
-    return found
+        grids[data, label] = tuple(rates)
+        if len(accuracies) == len(rates):
+            if best is None:
+                raise ValueError(f"{label} on {data}: diverged at every learning rate of the search ({tuple(rates)})")
+            found.setdefault(data, {})[label] = best
+    return found, grids
 
 
 def choose_rate(accuracies: Mapping[float, float | None]) -> float | None:

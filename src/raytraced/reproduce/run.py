@@ -1,20 +1,18 @@
 """Trains many runs with one worker process a core; stopped at any moment, the same call goes on where it was."""
 
-import errno
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from rich.console import Console
@@ -35,70 +33,68 @@ VALIDATION = ("num_samples", "accuracy", "bits_per_byte", "loss", "calibration_e
               "experts_per_class", "expert_load")  # fmt: skip
 
 
-class Stopped(Exception):  # noqa: N818 (not an error)
-    """Asked to stop; everything is saved."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by signal {number}")
-        self.exit_code = 128 + number
-
-
 def run_all(
     runs: Sequence[Run], work: Path, records: Path, num_workers: int, data_root: str | None = None
 ) -> dict[str, str]:
     """Bring all runs to their end and keep their records; returns what failed, by key.
 
     Raises:
-        Stopped: on SIGINT or SIGTERM, after the workers have saved.
+        SystemExit: on SIGINT, SIGTERM or SIGHUP, after the workers have saved.
     """
     work.mkdir(parents=True, exist_ok=True)
     failures: dict[str, str] = {}
-    with locked(work / ".runner"):
-        with locked(work / ".workers"):  # those of a runner that was killed have gone
-            store = Store(records)
+    crew: dict[Connection, SpawnProcess] = {}  # our end of the pipe to a worker → its process
+    busy: dict[Connection, Run] = {}
+    with locked(work / ".workers"), listen() as request, Console(stderr=True).status("starting") as status:
+        store, started = Store(records), time.monotonic()
         missing = [run for run in runs if publish(run, work, store) is None]
-        missing.sort(key=lambda run: -run.expected_seconds)
-        if not missing:
-            return failures
-        num_workers, started = min(num_workers, len(missing)), time.monotonic()
-        crew, console = Crew(num_workers, work, data_root), Console(stderr=True)
-        with listen() as request, ThreadPoolExecutor(num_workers) as pool, console.status("starting") as status:
-            try:
-                pending = {pool.submit(crew.train, run): run for run in missing}
-                while pending:
-                    if request.number:
-                        raise Stopped(request.number)
-                    for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
-                        run = pending.pop(future)
-                        record = publish(run, work, store)
-                        problem = future.result() or ("left no record" if record is None else record.error)
-                        failures |= {run.key: problem} if problem else {}
-                        left = time_left(missing, list(pending.values()), time.monotonic() - started)
-                        told = f"[{len(runs) - len(pending)}/{len(runs)}] {describe(run, record, problem)}  ({left})"
-                        console.print(told, highlight=False, markup=False, soft_wrap=True)
-                    left = time_left(missing, list(pending.values()), time.monotonic() - started)
-                    at_work = ", ".join(run.key for future, run in pending.items() if future.running())
-                    status.update(f"{len(pending)} runs to go, {left}; at work: {at_work}")
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
-                crew.stop()
+        waiting = deque(sorted(missing, key=lambda run: -run.expected_seconds))
+        try:
+            while (waiting or busy) and not request.number:
+                while waiting and len(busy) < num_workers:
+                    pipe = next((one for one in crew if one not in busy), None) or start(crew, work, data_root)
+                    busy[pipe] = waiting.popleft()
+                    with suppress(OSError):  # to a worker that has died: noticed below
+                        pipe.send(busy[pipe])
+                ready = wait(busy, timeout=0.5)
+                for pipe in [one for one in busy if one in ready]:
+                    run, problem = busy.pop(pipe), hear(pipe, crew)
+                    record = publish(run, work, store)
+                    problem = problem or ("left no record" if record is None else record.error)
+                    failures |= {run.key: problem} if problem else {}
+                    to_go = [*waiting, *busy.values()]
+                    told = f"{describe(run, record, problem)}  ({time_left(missing, to_go, started)})"
+                    told = f"[{len(runs) - len(to_go)}/{len(runs)}] {told}"
+                    status.console.print(told, highlight=False, markup=False, soft_wrap=True)
+                to_go, at_work = [*waiting, *busy.values()], ", ".join(run.key for run in busy.values())
+                status.update(f"{len(to_go)} runs to go, {time_left(missing, to_go, started)}; at work: {at_work}")
+        finally:
+            for pipe, process in crew.items():
+                process.terminate()  # a run at work saves itself
+                pipe.close()  # one that had just ended waits for no other
+            for process in crew.values():
+                process.join()
+    if request.number:
+        print("stopped; everything is saved. The same command goes on from here.")
+        raise SystemExit(128 + request.number)
     return failures
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One runner at a time; the lock goes with the process, however it ends."""
+    """One runner at a time, and none while workers of a killed one save; the lock goes with the processes, however they end."""
     with path.open("w") as file:
         deadline = time.monotonic() + LOCK_SECONDS
         while True:
             try:
                 lock_file(file)
                 break
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES) or time.monotonic() > deadline:
+            except BlockingIOError:
+                if time.monotonic() > deadline:
                     message = f"{path.parent}: another `raytraced reproduce` is at work here; wait or stop it"
                     raise ValueError(message) from None
                 time.sleep(0.2)
+        lock_file(file, shared=True)  # with the workers
         yield
 
 
@@ -120,52 +116,32 @@ def describe(run: Run, record: Record | None, problem: str | None) -> str:
     return f"{run.data} {run.label} seed {run.seed}{'' if run.group == 'main' else f' ({run.group})'}: {told}"
 
 
-def time_left(runs: Sequence[Run], to_go: Sequence[Run], seconds: float) -> str:
+def time_left(runs: Sequence[Run], to_go: Sequence[Run], started: float) -> str:
     """A guess from how long the runs that are done took, against what was expected of them."""
     together, expected = (sum(run.expected_seconds for run in some) for some in (runs, to_go))
-    pace = seconds / (together - expected) if together > expected else 1.0
+    pace = (time.monotonic() - started) / (together - expected) if together > expected else 1.0
     return f"{clock(expected * pace)} left" if to_go else "all done"
 
 
-class Crew:
-    """Worker processes, each started when there is a run for it."""
+def start(crew: dict[Connection, SpawnProcess], work: Path, data_root: str | None) -> Connection:
+    """Our end of the pipe to a new worker."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    crew[ours] = context.Process(target=serve, args=(theirs, work, data_root), daemon=True)
+    crew[ours].start()
+    theirs.close()  # so that our end notices when the worker is gone
+    return ours
 
-    def __init__(self, num_workers: int, work: Path, data_root: str | None) -> None:
-        self.place = work, data_root
-        self.processes: list[SpawnProcess] = []
-        self.idle: SimpleQueue[tuple[SpawnProcess, Connection] | None] = SimpleQueue()
-        for _ in range(num_workers):
-            self.idle.put(None)
 
-    def start(self) -> tuple[SpawnProcess, Connection]:
-        """A new worker, and our end of the pipe to it."""
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, *self.place), daemon=True)
-        process.start()
-        theirs.close()  # so that our end notices when the worker is gone
-        self.processes.append(process)
-        return process, ours
-
-    def train(self, run: Run) -> str | None:
-        """Let a worker train a run, in a thread that waits for it; returns what went wrong."""
-        process, pipe = self.idle.get() or self.start()
-        try:
-            pipe.send(run)
-            problem: str | None = pipe.recv()
-            self.idle.put((process, pipe))
-        except (EOFError, OSError):
-            process.join()
-            problem = f"its process ended with code {process.exitcode}"
-            self.idle.put(None)
-        return problem
-
-    def stop(self) -> None:
-        """Ask everyone to stop; a run at work saves itself."""
-        for process in self.processes:
-            process.terminate()
-        for process in self.processes:
-            process.join()
+def hear(pipe: Connection, crew: dict[Connection, SpawnProcess]) -> str | None:
+    """What went wrong with the run of a worker, which may be gone itself."""
+    try:
+        problem: str | None = pipe.recv()
+    except (EOFError, OSError):
+        process = crew.pop(pipe)
+        process.join()
+        problem = f"its process ended with code {process.exitcode}"
+    return problem
 
 
 def serve(pipe: Connection, work: Path, data_root: str | None) -> None:
@@ -174,7 +150,7 @@ def serve(pipe: Connection, work: Path, data_root: str | None) -> None:
     os.dup2(2, 1)  # what libraries print is no part of the runner's output
     os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     threading.Thread(target=end_with_runner, daemon=True).start()
-    with (work / ".workers").open("w") as file, suppress(EOFError):
+    with (work / ".workers").open("w") as file, suppress(EOFError, BrokenPipeError):
         # While a worker lives, no other runner starts, even if its own was killed.
         lock_file(file, shared=True, wait=True)
         while True:

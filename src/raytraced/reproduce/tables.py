@@ -1,7 +1,7 @@
 """Our numbers beside the paper's, as tables of text."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from raytraced.grid import MLPExperts
 from raytraced.models.table import GRID
-from raytraced.reproduce.claims import RECIPES, load_figures
+from raytraced.reproduce.claims import RECIPES, expert_loads, grid_entropy, load_entropy, num_dead
 from raytraced.reproduce.plan import FULL
 from raytraced.reproduce.records import Point, Results, choose_rate, spread
 from raytraced.reproduce.variants import BALANCE_VARIANTS, DATA_NAMES, MRE_PAPER, NAMES
@@ -28,6 +28,12 @@ ACCURACY = {
 }
 # Its table 2: total parameters, mean parameters used, mean experts used.
 USE = {"mnist": (40_202, 20_275, 7.5), "fashion-mnist": (40_202, 21_735, 9.4), "cifar10": (33_330, 16_520, 11.4)}
+WHOLE = " and ".join(DATA_NAMES[data] for data, plan in FULL.data.items() if plan.search_epochs == plan.epochs)
+SEARCH_NOTE = (
+    f"Validation accuracy in percent after a short run (on {WHOLE} a whole one); one seed, which no other run uses. "
+    "While the best rate lies on the edge of those tried, the next one is tried too. In bold the rate that was taken: "
+    f"the best, or the smallest within 0.1 points of it; mre-paper keeps its {MRE_PAPER.lr:g}."
+)
 
 # The models of README's table, in its words.
 README_NAMES = {
@@ -73,35 +79,31 @@ def cells(point: Point) -> list[str]:
     return [accuracy, f"{point.experts:.1f}"] if point.records else ["–", "–"]
 
 
-def accuracy_table(results: Results) -> Table:
-    """Table 1, on the data sets where MRE and another were run."""
-    others = {label for label in NAMES if label not in RECIPES}
-    names = [
-        data for data in results.data(wide=False) if "mre" in (known := results.labels(data)) and others & {*known}
-    ]
-    header, rows = ["model"], [[name] for name in NAMES.values()]
+def accuracy_table(
+    results: Results, title: str, names: list[str], labels: Mapping[str, tuple[str, str]], note: str
+) -> Table:
+    """Table 1 on some data sets; label → the model's name, and the paper's model that its numbers stand beside."""
+    header, rows = ["model"], [[name] for name, _ in labels.values()]
     for data in names:
         header += [DATA_NAMES[data], "paper", "experts"] if data in USE else [DATA_NAMES[data], "experts"]
-        for row, label in zip(rows, NAMES, strict=True):
+        for row, (label, (_, base)) in zip(rows, labels.items(), strict=True):
             accuracy, experts = cells(results.point(data, label))
-            row += [accuracy, *(["{} ({})".format(*ACCURACY[label][data])] if data in USE else []), experts]
-    seeds = count_seeds(len(results.of(data, label)) for data in names for label in NAMES)
-    note = f"Test accuracy in percent, mean and deviation over {seeds}; experts: the mean number an image runs."
-    return Table("Table 1: accuracy", header, rows if names else [], note)
-
-
-def paper_table(results: Results) -> Table:
-    """Table 1 once more, with rivals as the paper has them: no residual stream, a constant rate of 5e-4."""
-    labels = {f"{label}-paper": label for label in ("mlp-total", "mlp-avg", "top-k", "threshold", "mre")}
-    names = [data for data in USE if {*results.labels(data)} & {*labels} - {"mre-paper"}]
-    header, rows = ["model"], [[NAMES[label].partition(",")[0]] for label in labels.values()]
-    for data in names:
-        header += [DATA_NAMES[data], "paper", "experts"]
-        for row, (label, base) in zip(rows, labels.items(), strict=True):
-            accuracy, experts = cells(results.point(data, label))
-            row += [accuracy, "{} ({})".format(*ACCURACY[base][data]), experts]
+            row += [accuracy, *(["{} ({})".format(*ACCURACY[base][data])] if data in USE else []), experts]
     seeds = count_seeds(len(results.of(data, label)) for data in names for label in labels)
-    return Table("Table 1, everyone as in the paper", header, rows if names else [], f"As above; {seeds}.")
+    return Table(title, header, rows if names else [], note.format(seeds=seeds))
+
+
+def accuracy_tables(results: Results) -> Iterator[Table]:
+    """Where MRE and another were run; then with rivals as the paper has them: no residual stream, a constant rate of 5e-4."""
+    known = {data: {*results.labels(data)} for data in results.data(wide=False)}
+    strong = {label: (name, label) for label, name in NAMES.items()}
+    names = [data for data, labels in known.items() if "mre" in labels and labels & {*NAMES} - {*RECIPES}]
+    note = "Test accuracy in percent, mean and deviation over {seeds}; experts: the mean number an image runs."
+    yield accuracy_table(results, "Table 1: accuracy", names, strong, note)
+    theirs = ("mlp-total", "mlp-avg", "top-k", "threshold", "mre")
+    weak = {f"{label}-paper": (NAMES[label].partition(",")[0], label) for label in theirs}
+    names = [data for data in USE if known.get(data, set()) & {*weak} - {"mre-paper"}]
+    yield accuracy_table(results, "Table 1, everyone as in the paper", names, weak, "As above; {seeds}.")
 
 
 def readme_table(results: Results) -> Table:
@@ -140,31 +142,24 @@ def balance_table(results: Results) -> Table:
     rows = []
     for data in results.data(wide=False):
         for label in (*(variant.label for variant in BALANCE_VARIANTS), "threshold"):
-            one = load_figures(results, data, label)
-            if one is not None:
-                numbers = [f"{one.entropy:.3f}", f"{one.grid_entropy:.3f}", f"{one.num_dead:.1f}"]
-                rows.append([DATA_NAMES[data], label, *numbers])
+            if loads := expert_loads(results, data, label):
+                entropies = [f"{spread(map(entropy, loads)).mean:.3f}" for entropy in (load_entropy, grid_entropy)]
+                rows.append([DATA_NAMES[data], label, *entropies, f"{spread(map(num_dead, loads)).mean:.1f}"])
     note = "Entropy of the load, 1 if even: within layers (weighted by load), over the grid. Dead: under one image in 1000."
     header = ["data", "model", "entropy within layers", "entropy over the grid", f"dead experts of {NUM_NODES}"]
     return Table("How evenly experts are used", header, rows, note)
 
 
-def search_table(results: Results) -> Table:
-    """Validation accuracy of every learning rate that was tried."""
+def search_table(results: Results, tell: Callable[[float], str], note: str) -> Table:
+    """The score of every learning rate that was tried, in some words."""
     found = results.searches()
-    rates = sorted({lr for accuracies in found.values() for lr in accuracies})
+    rates = sorted({lr for scores in found.values() for lr in scores})
     rows = []
-    for (data, label), accuracies in found.items():
-        cells = {lr: "diverged" if one is None else f"{100 * one:.1f}" for lr, one in accuracies.items()}
-        if (best := choose_rate(accuracies)) is not None:
+    for (data, label), scores in found.items():
+        cells = {lr: "diverged" if score is None else tell(score) for lr, score in scores.items()}
+        if (best := choose_rate(scores)) is not None:
             cells[best] = f"**{cells[best]}**"
         rows.append([f"{DATA_NAMES[data]}, {label}", *(cells.get(lr, "–") for lr in rates)])
-    whole = " and ".join(DATA_NAMES[data] for data, plan in FULL.data.items() if plan.search_epochs == plan.epochs)
-    note = (
-        f"Validation accuracy in percent after a short run (on {whole} a whole one); one seed, which no other run uses. "
-        "While the best rate lies on the edge of those tried, the next one is tried too. In bold the rate that was taken: "
-        f"the best, or the smallest within 0.1 points of it; mre-paper keeps its {MRE_PAPER.lr:g}."
-    )
     return Table("Learning-rate search", ["", *(f"{lr:g}" for lr in rates)], rows, note)
 
 
@@ -202,14 +197,8 @@ def sure_table(results: Results, data: str) -> Table:
         "after each layer or block, all counted. Last: against everyone's stopping at one depth, at the same multiply-adds, "
         "with the standard error of the mean over seeds."
     )
-    header = [
-        "model",
-        "to the end %",
-        "stopped when sure %",
-        "experts run",
-        "multiply-adds",
-        "against a fixed depth, points",
-    ]
+    header = ["model", "to the end %", "stopped when sure %", "experts run", "multiply-adds"]
+    header.append("against a fixed depth, points")
     return Table(f"Stopping when sure: {DATA_NAMES[data]}", header, [row for _, row in sorted(rows)], note)
 
 
@@ -224,6 +213,7 @@ def all_tables(results: Results) -> list[Table]:
     """Every table that the results allow."""
     compared = (frontier_table(results, data) for data in results.data())
     stopped = (sure_table(results, data) for data in results.data())
-    first = (accuracy_table(results), paper_table(results), use_table(results), balance_table(results))
-    tables = (*first, *compared, *stopped, search_table(results))
+    searched = search_table(results, lambda score: f"{100 * score:.1f}", SEARCH_NOTE)
+    first = (*accuracy_tables(results), use_table(results), balance_table(results))
+    tables = (*first, *compared, *stopped, searched)
     return [table for table in tables if table.rows]

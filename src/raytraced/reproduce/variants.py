@@ -78,28 +78,19 @@ DENSE_VARIANTS = tuple(
     Variant(f"dense-{num}", "dense", {"num_blocks": num}, family="dense", setting=num) for num in (1, 2, 4, 8)
 )
 
-# Everyone trained to be stopped early: half of the loss is asked of the answers after each layer or block.
-# It is part of our recipe.
-SURE_VARIANTS = (
-    MRE,
-    *(
-        replace(
-            one,
-            label=f"{one.label}-sure",
-            training={"look_loss": 0.5},
-            tuned_as=one.tuned_as or one,
-            family=f"{one.family}-sure" if one.family else "",
-        )
-        for one in (*DENSE_VARIANTS, TOP_1, TOP_K, THRESHOLD)
-    ),
-)
+# Trained to be stopped early: half of the loss is asked of the answers after each layer or block. Part of our recipe.
+SURE_VARIANTS = tuple(
+    replace(one, label=f"{one.label}-sure", training={"look_loss": 0.5}, tuned_as=one.tuned_as or one,
+            family=f"{one.family}-sure" if one.family else "")
+    for one in (*DENSE_VARIANTS, TOP_1, TOP_K, THRESHOLD)
+)  # fmt: skip
 
 
 def sure_variants(wide: bool) -> tuple[Variant, ...]:
     """All that are stopped when sure on a data set; of multi-exit, as wide as MRE, the own loss is that of every exit."""
     width = {} if wide else {"dim": 16}
     exits = replace(MULTI_EXIT, label="multi-exit-sure", options=MULTI_EXIT.options | width, tuned_as=MULTI_EXIT)
-    return (*SURE_VARIANTS, exits)
+    return (MRE, *SURE_VARIANTS, exits)
 
 
 def compared_variants(wide: bool) -> tuple[Variant, ...]:
@@ -144,40 +135,36 @@ INIT_VARIANTS = tuple(
 
 # On tokens, 32 experts in each block of a decoder. Found on validation bytes: docs/text.md.
 TEXT_RECIPE = {"num_layers": 2, "num_experts": 16, "weighting": "rates", "sight_rank": 16, "reach": 0.0}
-TEXT_MRE = Variant("mre", "gpt-mre", TEXT_RECIPE, {"target_experts": None})
+ONE_LAYER = {"num_layers": 1, "num_experts": 32}
 # One layer of all 32: its sequences would end after one expert, did the output node's rate count in full.
-WIDE = {"num_layers": 1, "num_experts": 32, "weighting": "rates", "sight_rank": 0, "reach": 0.0, "stop": 0.12}
-TEXT_MRE_WIDE = Variant("mre-wide", "gpt-mre", WIDE, {"target_experts": None})
-STACK = Variant("stack-2", "gpt-top-k", {"k": 2})
-TEXT_DENSE = Variant("dense-4", "gpt-dense", {"num_blocks": 4}, family="dense", setting=4)
+WIDE = ONE_LAYER | {"weighting": "rates", "sight_rank": 0, "reach": 0.0, "stop": 0.12}
 
 
 def text_variants() -> tuple[Variant, ...]:
     """All that meet on tokens; a search each for ours, ours in one layer, dense blocks, one layer of 32, and all stacks."""
-    aimed = (
-        replace(TEXT_MRE, label=f"mre-target-{num}", training={"target_experts": float(num)}, family="mre", setting=num)
-        for num in (4, 8)
+    mre = Variant("mre", "gpt-mre", TEXT_RECIPE, {"target_experts": None})
+    mre_wide = Variant("mre-wide", "gpt-mre", WIDE, {"target_experts": None})
+    shared: tuple[tuple[Variant, ...], ...] = (  # the first one's search is everyone's
+        (
+            mre,
+            replace(mre, label="mre-target-4", training={"target_experts": 4.0}, family="mre", setting=4),
+            replace(mre, label="mre-target-8", training={"target_experts": 8.0}, family="mre", setting=8),
+            replace(mre, label="mre-elastic", training={"target_experts": None, "anytime_loss": 0.25}),
+        ),
+        (mre_wide, replace(mre_wide, label="mre-wide-target-4", training={"target_experts": 4.0})),
+        tuple(replace(DENSE_VARIANTS[at], model="gpt-dense") for at in (2, 0, 1, 3)),  # 4 blocks, then 1, 2, 8
+        (
+            *(Variant(f"top-{k}-of-32", "gpt-top-k", ONE_LAYER | {"k": k, "total": "count"}) for k in (4, 1, 2)),
+            Variant("threshold-of-32", "gpt-threshold", ONE_LAYER | {"total": "count"}),
+            Variant("relu-of-32", "gpt-relu", ONE_LAYER | {"k": 4.0}),
+        ),
+        (
+            *(Variant(f"stack-{k}", "gpt-top-k", {"k": k}) for k in (2, 1)),
+            Variant("planned-1", "gpt-planned", {"k": 1}),
+            *(Variant(name, f"gpt-{name}") for name in ("threshold", "aux-free", "null-experts", "chain", "relu")),
+        ),
     )
-    elastic = replace(TEXT_MRE, label="mre-elastic", training=TEXT_MRE.training | {"anytime_loss": 0.25})
-    dense = (
-        replace(TEXT_DENSE, label=f"dense-{num}", options={"num_blocks": num}, setting=num, tuned_as=TEXT_DENSE)
-        for num in (1, 2, 8)
-    )
-    wide = Variant("top-4-of-32", "gpt-top-k", {"num_layers": 1, "num_experts": 32, "k": 4, "total": "count"})
-    one_layer = (
-        *(replace(wide, label=f"top-{k}-of-32", options=wide.options | {"k": k}) for k in (1, 2)),
-        Variant("threshold-of-32", "gpt-threshold", {"num_layers": 1, "num_experts": 32, "total": "count"}),
-        Variant("relu-of-32", "gpt-relu", {"num_layers": 1, "num_experts": 32, "k": 4.0}),
-    )
-    gated = (
-        Variant("stack-1", "gpt-top-k", {"k": 1}),
-        Variant("planned-1", "gpt-planned", {"k": 1}),
-        *(Variant(name, f"gpt-{name}") for name in ("threshold", "aux-free", "null-experts", "chain", "relu")),
-    )
-    mine = (TEXT_MRE, *(replace(one, tuned_as=TEXT_MRE) for one in (*aimed, elastic)))
-    held = replace(TEXT_MRE_WIDE, label="mre-wide-target-4", training={"target_experts": 4.0}, tuned_as=TEXT_MRE_WIDE)
-    rivals = (*dense, wide, *(replace(one, tuned_as=wide) for one in one_layer))
-    return (*mine, TEXT_MRE_WIDE, held, TEXT_DENSE, *rivals, STACK, *(replace(one, tuned_as=STACK) for one in gated))
+    return tuple(replace(one, tuned_as=first) for first, *others in shared for one in (first, *others))
 
 
 # Models in the package: name → data set and recipe.
