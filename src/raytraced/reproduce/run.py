@@ -88,13 +88,13 @@ def locked(path: Path) -> Iterator[None]:
         while True:
             try:
                 lock_file(file)
+                lock_file(file, shared=True)  # with the workers
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     message = f"{path.parent}: another `raytraced reproduce` is at work here; wait or stop it"
                     raise ValueError(message) from None
                 time.sleep(0.2)
-        lock_file(file, shared=True)  # with the workers
         yield
 
 
