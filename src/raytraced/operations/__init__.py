@@ -25,7 +25,6 @@ from raytraced.grid import Apart, Experts, MLPExperts, Stream, run_dense, run_la
 from raytraced.operations import (
     cpp_convolution,
     cpp_experts,
-    cpp_joined,
     cpp_library,
     cpp_raytrace,
     cpp_sequence,
@@ -123,13 +122,14 @@ def raytrace_in_steps(layer: Traced, hidden_BD: Tensor, *, looks: bool = False, 
 
 # raytrace(layer, hidden_BD, *, looks=False, … as sequence) -> (hidden_BD, Route); with looks, what hidden_BD would be after
 # 0, 1, … layers (L + 1, B, D)
-_PARTS = ("sequence", "experts")
 raytrace = Operation(
     "raytrace",
-    # all of it in one call: up to 64 rows through small experts without gradients, where calls cost more than arithmetic
-    Implementation("cpp", cpp_raytrace.run, "", cpp_raytrace.cannot, cpp_raytrace.unless, _PARTS, declines=True),
-    # all of it with gradients, as one function to PyTorch: small experts in training, where its operators cost more
-    Implementation("joined", cpp_joined.run, "cpp", cpp_joined.cannot, cpp_joined.unless, _PARTS, declines=True),
+    # all of it as one function to PyTorch: small experts in training, or up to 64 rows, where calls cost more than arithmetic
+    Implementation(
+        *("cpp", cpp_raytrace.run, "", cpp_raytrace.cannot, cpp_raytrace.unless),
+        parts=("sequence", "experts"),
+        declines=True,
+    ),
     # the entry gate, `sequence`, the weighting, `experts`, each by its own choice
     Implementation("steps", raytrace_in_steps, "steps"),
 )

@@ -191,18 +191,12 @@ struct Pass : RaytracePass {
 }  // namespace
 }  // namespace raytraced
 
-// Hidden vectors to hidden vectors, with what was activated for them, shaped as in sequence.h; returns 0, or 1 where memory has
-// run out.
-extern "C" int raytraced_raytrace(const raytraced::RaytraceArgs* args, long long batch, const void* hidden, void* out,
-                                  void* active, void* rates, void* output, long long* nodes, long long* num_active,
-                                  const long long* seed, const long long* rows) {
+// Hidden vectors to hidden vectors, with what was activated for them, all in the library's own memory; returns 0, or 1 where
+// that has run out.
+extern "C" int raytraced_raytrace(const raytraced::RaytraceArgs* args, const raytraced::RaytraceCall* call) {
   using namespace raytraced;
-  RaytraceCall call = {};
-  call.batch = call.chunk = batch, call.threads = call.num_chunks = 1;  // all rows in one chunk
-  call.hidden = hidden, call.out = out, call.seed = seed, call.rows = rows;
-  call.active = active, call.rates = rates, call.output = output, call.nodes = nodes, call.num_active = num_active;
-  Pass pass(*args, call);
-  const long long most = batch * args->experts.nodes(), first = pass.lay_out(nullptr);
+  Pass pass(*args, *call);
+  const long long most = call->batch * args->experts.nodes(), first = pass.lay_out(nullptr);
   char* memory = (char*)scratch(BETWEEN, first + pass.lay_out_pairs(nullptr, most));
   if (!memory) return 1;
   pass.lay_out(memory), pass.lay_out_pairs(memory + first, most);
