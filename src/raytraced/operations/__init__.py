@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from raytraced.grid import Apart, Experts, MLPExperts, Stream, run_dense, run_layer_dense, run_layer_sparse, run_sparse
+from raytraced.grid import Experts, Grid, MLPExperts, Stream, run_dense, run_sparse
 from raytraced.operations import (
     cpp_convolution,
     cpp_experts,
@@ -62,7 +62,7 @@ def _unseen(active: Tensor) -> str | None:
 
 
 def _prefer_dense(
-    experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream, looks: bool = False
+    experts: Grid, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream, looks: bool = False
 ) -> str | None:
     if sharded_experts.cannot(experts) is None:
         return "experts are on several processes"
@@ -74,14 +74,9 @@ def _prefer_dense(
     return _unseen(active_BLN)
 
 
-def _prefer_dense_layer(
-    apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor
-) -> str | None:
-    return _unseen(active_BN)
-
-
 # experts(experts, hidden_BD, active_BLN, weights_BLN, stream, looks=False) -> hidden_BD: a grid of which it is known who
-# runs; with looks, what hidden_BD would be after 0, 1, … layers (L + 1, B, D)
+# runs; with looks, what hidden_BD would be after 0, 1, … layers (L + 1, B, D). Routers that choose step by step run one of
+# unstacked(experts, hidden_BD), made once for a call, after the other.
 experts = Operation(
     "experts",
     # each MLP expert on its own rows in one call, at any size: ordinary CPU tensors of one precision
@@ -94,18 +89,6 @@ experts = Operation(
     Implementation("sharded", sharded_experts.run, "plain", cannot=sharded_experts.cannot),
     # all experts on all rows, masked: small layers, and where it cannot be seen who is active
     Implementation("dense", run_dense, "plain"),
-)
-
-# experts_layer(apart, layer, hidden_BD, weights_BN, active_BN) -> update_BD: one layer, for routers that choose step by step;
-# `apart` is unstacked(experts, hidden_BD), made once for a call
-experts_layer = Operation(
-    "experts_layer",
-    Implementation("cpp", cpp_experts.run_layer, cannot=cpp_experts.cannot_layer),
-    Implementation(
-        "grouped", grouped_experts.run_layer, cannot=grouped_experts.cannot_layer, unless=grouped_experts.unless_layer
-    ),
-    Implementation("sparse", run_layer_sparse, "plain", unless=_prefer_dense_layer),
-    Implementation("dense", run_layer_dense, "plain"),
 )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from raytraced.grid import Apart, Experts
+from raytraced.grid import Experts, Layer
 from raytraced.operations.cpp_library import why_unfit
 
 _HUGE_BYTES = 2**25
@@ -115,7 +115,7 @@ def _unbind(parameter: Tensor) -> Sequence[Tensor]:
     return GradientHome(parameter) if large else parameter.unbind(0)
 
 
-def unstacked(experts: Experts, hidden_BD: Tensor) -> Apart:
-    """A grid for one call that runs it layer by layer on these vectors, its parameters taken apart once."""
+def unstacked(experts: Experts, hidden_BD: Tensor) -> Sequence[Layer]:
+    """The layers of a grid, for one call that runs them one by one on these vectors."""
     special = torch.compiler.is_compiling() or not torch.is_grad_enabled() or why_unfit((hidden_BD,)) is not None
     return experts.unstacked() if special else experts.unstacked(_unbind)

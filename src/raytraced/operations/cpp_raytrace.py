@@ -24,6 +24,7 @@ from raytraced.sequence import WEIGHTINGS, Route, rates_to_one_weights, rates_we
 _MOST_ROWS = 64  # without gradients: beyond, the calls of the separate parts matter little, and they use all threads
 _MOST_WIDTHS = 18  # as cpu/raytrace.h has places
 _MOST_WEIGHTS = 2**14  # of one expert: larger ones are not what takes the time in the calls
+_COMPILING = "torch.compile and torch.export see the parts as operators"
 # The numbers of cpu/raytrace.h.
 _WEIGHTINGS: dict[Callable[..., Tensor] | None, int] = {
     unit_weights: 0,
@@ -83,6 +84,8 @@ _back = library.bind("raytraced_raytrace_back", *_KINDS)
 
 def unless(layer: Traced, hidden_BD: Tensor, **options: Any) -> str | None:
     """Why the parts one by one are better."""
+    if torch.compiler.is_compiling():
+        return _COMPILING
     if not torch.is_grad_enabled() and not 1 <= hidden_BD.shape[0] <= _MOST_ROWS:
         return f"not 1 to {_MOST_ROWS} rows, and no gradient is wanted: the parts use all threads"
     if isinstance(layer.grid, MLPExperts) and layer.grid.num_weights > _MOST_WEIGHTS:
@@ -93,7 +96,7 @@ def unless(layer: Traced, hidden_BD: Tensor, **options: Any) -> str | None:
 def cannot(layer: Traced, hidden_BD: Tensor, *, looks: bool = False, **options: Any) -> str | None:
     """Why it is not possible."""
     if torch.compiler.is_compiling():
-        return "torch.compile and torch.export see the parts as operators"
+        return _COMPILING
     if looks and _hides_looks(layer):
         return "looks at a sum, or without gradients"
     grid = layer.grid
@@ -274,7 +277,7 @@ def run(
     **options: Any,
 ) -> tuple[Tensor, Route]:
     """Hidden vectors (B, D) -> hidden vectors (B, D), after 0, 1, … layers (L + 1, B, D) with `looks`, and the route."""
-    if torch.compiler.is_compiling() or (looks and _hides_looks(layer)):
+    if looks and _hides_looks(layer):
         return NotImplemented
     told = _tell(layer, hidden_BD, options)
     if told is None:
