@@ -196,10 +196,9 @@ def _make_call(told: Told, data, hidden_BD, route, answer, few: bool = False) ->
     B = chunk = hidden_BD.shape[0]
     threads = num_chunks = 1
     if not few:
-        num_parameters = len(told.parameters) - told.cuts[1]
-        weights = told.parameters[told.cuts[1] :][: num_parameters // 2]
-        chunk, threads = cpp_experts.chunk_rows(B, told.sizes[0], weights), torch.get_num_threads()
-        num_chunks = max(1, -(-B // chunk))
+        rest = told.parameters[told.cuts[1] :]
+        chunk = cpp_experts.chunk_rows(B, told.sizes[0], rest[: len(rest) // 2])
+        threads, num_chunks = torch.get_num_threads(), max(1, -(-B // chunk))
     pointers = [tensor.data_ptr() for tensor in (*route, hidden_BD, *data)]
     call = Call(B, threads, chunk, num_chunks, *pointers)
     call.out, call.states, call.start = _places(told, hidden_BD, answer)
@@ -283,13 +282,8 @@ def run(
     if told is None:
         return NotImplemented
     spec, data = (told, looks), cpp_sequence.draws(seed, rows_B)
-    if not torch.is_grad_enabled():  # one image waits for it
-        answer, *route = forward(spec, data, (hidden_BD.contiguous(),), False)
-        return answer, cpp_sequence.as_route(route)
-    found = _call(spec, data, hidden_BD, *told.parameters)
-    if found is NotImplemented:
-        return NotImplemented
-    answer, *route = found
-    if options["estimator"] == "none":
-        route[0] = route[0].detach()
-    return answer, cpp_sequence.as_route(route)
+    if torch.is_grad_enabled():
+        found = _call(spec, data, hidden_BD, *told.parameters)
+    else:  # straight to the library: one image waits for it
+        found = forward(spec, data, (hidden_BD.contiguous(),), False)
+    return found if found is NotImplemented else (found[0], cpp_sequence.as_route(found[1:], options["estimator"]))
