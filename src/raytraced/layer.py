@@ -225,7 +225,7 @@ class RoutedLayer(nn.Module):
             choice = self.router.route(step, stream_BD, draws)
             choices.append(choice)
             layer = layers[step // self.router.num_rounds]
-            return operations.experts(layer, stream_BD, choice.active[:, None], choice.weights[:, None], "last")
+            return operations.experts(layer, stream_BD, choice.active.unsqueeze(1), choice.weights.unsqueeze(1), "last")
 
         num_steps = self.router.num_layers * self.router.num_rounds
         answer = run_stream(self.stream, num_steps, hidden_BD, update, call.looks)
@@ -260,7 +260,7 @@ class RoutedLayer(nn.Module):
             else:
                 chosen_nN, weights_nN = plan.active[:, step], plan.weights[:, step]
             layer = layers[step // router.num_rounds]
-            update_nD = operations.experts(layer, hidden_nD, chosen_nN[:, None], weights_nN[:, None], "last")
+            update_nD = operations.experts(layer, hidden_nD, chosen_nN.unsqueeze(1), weights_nN.unsqueeze(1), "last")
             hidden_nD = hidden_nD + update_nD if residual else update_nD
             answer_nD = answer_nD + update_nD if self.stream == "skip-sum" else hidden_nD
             active_nSN = active_nSN.clone()
