@@ -66,8 +66,8 @@ def test_what_experts_make_of_a_row_is_its_own(stream, hidden_width, path):
     weights = active * torch.rand(NUM, 3, 4)
 
     def run(rows):
-        apart = operations.unstacked(grid, hidden[rows])
-        layer = operations.experts_layer(apart, 1, hidden[rows], weights[rows, 1], active[rows, 1])
+        second = operations.unstacked(grid, hidden[rows])[1]
+        layer = operations.experts(second, hidden[rows], active[rows, 1:2], weights[rows, 1:2], "last")
         return operations.experts(grid, hidden[rows], active[rows], weights[rows], stream), layer
 
     whole = run(torch.arange(NUM))
@@ -170,8 +170,8 @@ def test_a_rows_gradient_through_experts_is_its_own(stream, hidden_width, path):
         return operations.experts(grid, hidden, active[rows], weights, stream).square().sum(-1)
 
     def run_layer(rows, hidden, weights):
-        apart = operations.unstacked(grid, hidden)
-        return operations.experts_layer(apart, 1, hidden, weights[:, 1], active[rows, 1]).square().sum(-1)
+        second = operations.unstacked(grid, hidden)[1]
+        return operations.experts(second, hidden, active[rows, 1:2], weights[:, 1:2], "last").square().sum(-1)
 
     for each in (run, run_layer):
         assert_gradients_are_a_rows_own(each, [hidden, weights], list(grid.parameters()), path)

@@ -94,12 +94,12 @@ def test_among_processes_an_expert_without_rows_has_a_gradient_of_zeros(kind, sh
 def test_layer_by_layer_equals_the_whole_grid(kind, way):
     experts = make_experts(kind)
     hidden_BD, active_BLN = torch.randn(20, 6).double(), (torch.rand(20, 3, 4) < 0.4).double()
-    with operations.use(experts=way, experts_layer=way):
+    with operations.use(experts=way):
         expected_BD = operations.experts(experts, hidden_BD, active_BLN, active_BLN * 0.7, "residual")
-        apart = operations.unstacked(experts, hidden_BD)
+        layers = operations.unstacked(experts, hidden_BD)
         for l in range(3):
-            layer = (active_BLN[:, l] * 0.7, active_BLN[:, l])
-            hidden_BD = hidden_BD + operations.experts_layer(apart, l, hidden_BD, *layer)
+            active_B1N = active_BLN[:, l : l + 1]
+            hidden_BD = hidden_BD + operations.experts(layers[l], hidden_BD, active_B1N, active_B1N * 0.7, "last")
     torch.testing.assert_close(hidden_BD, expected_BD, rtol=0, atol=1e-12)
 
 
@@ -147,7 +147,8 @@ def test_linear_layers_of_an_expert_may_share_their_parameters():
     experts, hidden_BD = MLPExperts(2, 3, 4, 4, 3).double(), torch.randn(5, 4).double()
     experts.weights[2], experts.biases[2] = experts.weights[1], experts.biases[1]
     for layer in range(2):
-        torch.testing.assert_close(experts.unstacked().run_layer(layer, hidden_BD), experts.run_layer(layer, hidden_BD))
+        found = experts.unstacked()[layer].run_layer(0, hidden_BD)
+        torch.testing.assert_close(found, experts.run_layer(layer, hidden_BD))
 
 
 @pytest.mark.parametrize("name", ["dim", "hidden", "num_hidden"])

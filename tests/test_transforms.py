@@ -122,12 +122,12 @@ def test_compiled_experts_of_ones_own_all_run_and_the_table_says_why(monkeypatch
     layer, x = make("raytraced", "own"), vectors()
     active = torch.ones(7, 3, 4, dtype=torch.float64)
     whole = (layer.experts, x, active, active, "residual")
-    part = (layer.experts, 1, x, active[:, 1], active[:, 1])
+    part = (layer.experts.unstacked()[1], x, active[:, 1:2], active[:, 1:2], "last")
     assert operations.experts.explain(*whole).name == "sparse"
-    assert operations.experts_layer.explain(*part).name == "sparse"
+    assert operations.experts.explain(*part).name == "sparse"
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    for operation, args in ((operations.experts, whole), (operations.experts_layer, part)):
-        implementation, reason = operation.explain(*args)
+    for args in (whole, part):
+        implementation, reason = operations.experts.explain(*args)
         assert implementation == "dense"
         why = "not sparse: who is active cannot be looked at (compiled, exported, vmap, meta): all run, masked"
         assert why in reason.split("; ")

@@ -3,7 +3,7 @@
 Axes: B batch, L layers, N experts a layer, D width, H an expert's inner width, n the rows that one expert gets.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -57,9 +57,11 @@ class MLPExperts(nn.Module):
         weights, biases = self.weights.named_parameters, self.biases.named_parameters
         return [w for _, w in weights("", False, False)], [b for _, b in biases("", False, False)]
 
-    def unstacked(self, unbind: Unbind = torch.unbind) -> "UnstackedExperts":
-        """The same experts for the duration of one call."""
-        return UnstackedExperts(self, unbind)
+    def unstacked(self, unbind: Unbind = torch.unbind) -> list["MLPLayer"]:
+        """The same experts layer by layer, for the duration of one call."""
+        weights, biases = self.stacks()
+        apart, biases_apart = [unbind(weight) for weight in weights], [bias.unbind(0) for bias in biases]
+        return [MLPLayer(apart, biases_apart, layer) for layer in range(self.num_layers)]
 
     def extra_repr(self) -> str:
         return f"{self.num_layers} layers of {self.num_experts}, widths {'-'.join(map(str, self.widths))}"
@@ -73,33 +75,37 @@ def _run_mlps(weights: Sequence[Tensor], biases: Sequence[Tensor], hidden_BD: Te
     return x_NBD.transpose(0, 1)
 
 
-class UnstackedExperts:
-    """MLP experts whose parameters are taken apart once: autograd then puts their gradients together once.
+class MLPLayer:
+    """One layer of MLP experts as a grid of its own, of parameters taken apart once: autograd puts gradients together once.
 
     The gradient of a slice weight[layer, expert] would be a whole stack of zeros with one slice filled in.
     """
 
-    def __init__(self, experts: MLPExperts, unbind: Unbind) -> None:
-        weights, biases = experts.stacks()
-        self.weights, self.biases = [unbind(weight) for weight in weights], [bias.unbind(0) for bias in biases]
-        self._apart: dict[int, list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]] = {}
+    num_layers = 1
 
-    def layer_parameters(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Weights (N, O, K) and biases (N, O) of a layer, one for each linear layer of its experts."""
-        return [weight[layer] for weight in self.weights], [bias[layer] for bias in self.biases]
+    def __init__(self, weights: Sequence[Sequence[Tensor]], biases: Sequence[Sequence[Tensor]], layer: int) -> None:
+        self.all_weights, self.layer = weights, layer
+        self.weights, self.biases = [weight[layer] for weight in weights], [bias[layer] for bias in biases]
+        self._apart: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
 
-    def idle_parameters(self, layer: int, ran: Collection[int]) -> list[Tensor]:
-        """What gets no gradient when these experts of a layer ran: a stack gets one for all of its experts."""
-        return [] if ran else [*self.layer_parameters(layer)[0], *self.layer_parameters(layer)[1]]
+    def stacks(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The weights (N, O, K) and biases (N, O) of each linear layer."""
+        return self.weights, self.biases
+
+    def unstacked(self) -> list["MLPLayer"]:
+        return [self]
+
+    def idle_parameters(self, ran: Collection[int]) -> list[Tensor]:
+        """What gets no gradient when these experts ran: a stack gets one for all of its experts."""
+        return [] if ran else [*self.weights, *self.biases]
 
     def run_layer(self, layer: int, hidden_BD: Tensor) -> Tensor:
-        return _run_mlps(*self.layer_parameters(layer), hidden_BD)
+        return _run_mlps(self.weights, self.biases, hidden_BD)
 
     def run_expert(self, layer: int, expert: int, hidden_nD: Tensor) -> Tensor:
-        if layer not in self._apart:
-            weights, biases = self.layer_parameters(layer)
-            self._apart[layer] = [(w.unbind(0), b.unbind(0)) for w, b in zip(weights, biases, strict=True)]
-        for index, (weights_N, biases_N) in enumerate(self._apart[layer]):
+        if not self._apart:
+            self._apart = [(w.unbind(0), b.unbind(0)) for w, b in zip(self.weights, self.biases, strict=True)]
+        for index, (weights_N, biases_N) in enumerate(self._apart):
             hidden_nD = F.linear(F.relu(hidden_nD) if index else hidden_nD, weights_N[expert], biases_N[expert])
         return hidden_nD
 
@@ -131,22 +137,43 @@ class ModuleExperts(nn.Module):
             )
         return result_nD
 
-    def idle_parameters(self, layer: int, ran: Collection[int]) -> list[Tensor]:
-        """What gets no gradient when these experts of a layer ran."""
-        idle = (self.nodes[layer * self.num_experts + i] for i in range(self.num_experts) if i not in ran)
-        return [parameter for node in idle for parameter in node.parameters()]
-
-    def unstacked(self, unbind: Unbind = torch.unbind) -> "ModuleExperts":
-        return self
+    def unstacked(self, unbind: Unbind = torch.unbind) -> list["ModuleLayer"]:
+        return [ModuleLayer(self, layer) for layer in range(self.num_layers)]
 
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters()) // len(self.nodes)
 
 
-# A grid, and one whose parameters are taken apart for the duration of a call.
+class ModuleLayer:
+    """One layer of the user's own experts as a grid of its own."""
+
+    num_layers = 1
+
+    def __init__(self, experts: ModuleExperts, layer: int) -> None:
+        self.experts, self.layer = experts, layer
+
+    def unstacked(self) -> list["ModuleLayer"]:
+        return [self]
+
+    def idle_parameters(self, ran: Collection[int]) -> list[Tensor]:
+        """What gets no gradient when these experts ran."""
+        N = self.experts.num_experts
+        idle = (self.experts.nodes[self.layer * N + i] for i in range(N) if i not in ran)
+        return [parameter for node in idle for parameter in node.parameters()]
+
+    def run_layer(self, layer: int, hidden_BD: Tensor) -> Tensor:
+        return self.experts.run_layer(self.layer, hidden_BD)
+
+    def run_expert(self, layer: int, expert: int, hidden_nD: Tensor) -> Tensor:
+        return self.experts.run_expert(self.layer, expert, hidden_nD)
+
+
+# All experts of a layer's grid, and one layer of them for the duration of a call, a grid too.
 Experts = MLPExperts | ModuleExperts
-Apart = UnstackedExperts | ModuleExperts
+Layer = MLPLayer | ModuleLayer
+Grid = Experts | Layer
+MLPS = (MLPExperts, MLPLayer)
 
 
 class Plan(NamedTuple):
@@ -170,27 +197,28 @@ class Plan(NamedTuple):
             start += count
 
 
-def update_dense(experts: Experts | Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor) -> Tensor:
+def update_dense(experts: Grid, layer: int, hidden_BD: Tensor, weights_BN: Tensor) -> Tensor:
     """The weighted sum of a layer's experts, each run on every row: every weight gets a gradient."""
     return torch.einsum("bn,bnd->bd", weights_BN.to(hidden_BD.dtype), experts.run_layer(layer, hidden_BD).to(hidden_BD))
 
 
-def update_sparse(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, plan: Plan) -> Tensor:
+def update_sparse(layer: Layer, hidden_BD: Tensor, weights_BN: Tensor, rows: Iterable[tuple[int, Tensor]]) -> Tensor:
     """The weighted sum of a layer's experts, each run on its own rows only, added in the experts' order."""
     # The sum starts from no rows of `hidden`: where nobody is active it still is a function of it, with a gradient of zero.
-    update_BD = torch.zeros_like(hidden_BD).index_add(0, plan.rows[:0], hidden_BD[:0])
+    nobody = torch.empty(0, dtype=torch.int64, device=hidden_BD.device)
+    update_BD = torch.zeros_like(hidden_BD).index_add(0, nobody, hidden_BD[:0])
     ran = set()
-    for expert, rows_n in plan.layer(layer):
+    for expert, rows_n in rows:
         ran.add(expert)
-        result_nD = apart.run_expert(layer, expert, hidden_BD[rows_n])
+        result_nD = layer.run_expert(0, expert, hidden_BD[rows_n])
         weight_n1 = weights_BN[rows_n, expert, None]
         update_BD = update_BD.index_add(0, rows_n, (result_nD * weight_n1).to(hidden_BD.dtype))
     if torch.is_grad_enabled() and torch.distributed.is_available() and torch.distributed.is_initialized():
         # DDP waits for the gradient of every parameter: experts without rows add none of their numbers, and get zeros.
-        none = [idle.reshape(-1)[:0] for idle in apart.idle_parameters(layer, ran) if idle.requires_grad]
+        none = [idle.reshape(-1)[:0] for idle in layer.idle_parameters(ran) if idle.requires_grad]
         if none:
             none_0D = torch.cat(none).view(0, hidden_BD.shape[-1]).to(hidden_BD.dtype)
-            update_BD = update_BD.index_add(0, plan.rows[:0], none_0D)
+            update_BD = update_BD.index_add(0, nobody, none_0D)
     return update_BD
 
 
@@ -214,7 +242,7 @@ def run_stream(
 
 
 def run_dense(
-    experts: Experts,
+    experts: Grid,
     hidden_BD: Tensor,
     active_BLN: Tensor,
     weights_BLN: Tensor,
@@ -233,23 +261,12 @@ def run_dense(
 
 
 def run_sparse(
-    experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream, looks: bool = False
+    experts: Grid, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream, looks: bool = False
 ) -> Tensor:
     """Each expert on its own rows only."""
-    plan, apart = Plan.of(active_BLN), experts.unstacked()
+    plan, layers = Plan.of(active_BLN), experts.unstacked()
 
     def update(layer: int, hidden_BD: Tensor) -> Tensor:
-        return update_sparse(apart, layer, hidden_BD, weights_BLN[:, layer], plan)
+        return update_sparse(layers[layer], hidden_BD, weights_BLN[:, layer], plan.layer(layer))
 
     return run_stream(stream, experts.num_layers, hidden_BD, update, looks)
-
-
-def run_layer_dense(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor) -> Tensor:
-    """As `run_layer_sparse`, all experts on all rows."""
-    return update_dense(apart, layer, hidden_BD, weights_BN * active_BN.detach())
-
-
-def run_layer_sparse(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor) -> Tensor:
-    """As `update_sparse`, for routers that choose layer by layer: the plan is made for this layer alone."""
-    plan = Plan.of(active_BN[:, None])
-    return update_sparse(apart, layer, hidden_BD, weights_BN, Plan(plan.rows, [[]] * layer + plan.counts))

@@ -219,13 +219,13 @@ class RoutedLayer(nn.Module):
         if plan is not None:
             answer = operations.experts(self.experts, hidden_BD, plan.active, plan.weights, self.stream, call.looks)
             return looked(answer, call, plan.route or _unordered(plan.active), plan.loss)
-        draws, choices, apart = Draws(call, hidden_BD), [], operations.unstacked(self.experts, hidden_BD)
+        draws, choices, layers = Draws(call, hidden_BD), [], operations.unstacked(self.experts, hidden_BD)
 
         def update(step: int, stream_BD: Tensor) -> Tensor:
             choice = self.router.route(step, stream_BD, draws)
             choices.append(choice)
-            layer = step // self.router.num_rounds
-            return operations.experts_layer(apart, layer, stream_BD, choice.weights, choice.active)
+            layer = layers[step // self.router.num_rounds]
+            return operations.experts(layer, stream_BD, choice.active.unsqueeze(1), choice.weights.unsqueeze(1), "last")
 
         num_steps = self.router.num_layers * self.router.num_rounds
         answer = run_stream(self.stream, num_steps, hidden_BD, update, call.looks)
@@ -251,7 +251,7 @@ class RoutedLayer(nn.Module):
         hidden_nD, answer_nD, active_nSN, rows_n = (t[some] for t in (hidden_BD, answer_nD, active_nSN, rows_n))
         call = call._replace(rows=rows_n)
         plan, draws = router.plan(hidden_nD, call), Draws(call, hidden_nD)
-        apart = operations.unstacked(self.experts, hidden_nD)
+        layers = operations.unstacked(self.experts, hidden_nD)
         nodes_nT = None if plan is None or plan.route is None else plan.route.nodes
         for step in range(num_steps):
             if plan is None:
@@ -259,7 +259,8 @@ class RoutedLayer(nn.Module):
                 chosen_nN, weights_nN = choice.active, choice.weights
             else:
                 chosen_nN, weights_nN = plan.active[:, step], plan.weights[:, step]
-            update_nD = operations.experts_layer(apart, step // router.num_rounds, hidden_nD, weights_nN, chosen_nN)
+            layer = layers[step // router.num_rounds]
+            update_nD = operations.experts(layer, hidden_nD, chosen_nN.unsqueeze(1), weights_nN.unsqueeze(1), "last")
             hidden_nD = hidden_nD + update_nD if residual else update_nD
             answer_nD = answer_nD + update_nD if self.stream == "skip-sum" else hidden_nD
             active_nSN = active_nSN.clone()

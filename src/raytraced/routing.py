@@ -113,7 +113,12 @@ class RoutingNetwork(nn.Module):
 
         `sight` (B, L − 1, N, O) is added to the gates' logits: what gates that see more than rates make of it.
         """
-        self._check(entry_BN, active_BLN)
+        self.check_entry(entry_BN)
+        expected = (entry_BN.shape[0], self.num_layers, self.num_experts)
+        if active_BLN.shape != expected:
+            raise ValueError(
+                f"active has shape {tuple(active_BLN.shape)}: must be {expected}, as the entry and the grid"
+            )
         dtype = torch.promote_types(entry_BN.dtype, torch.float32)
         with nullcontext() if entry_BN.is_meta else torch.autocast(entry_BN.device.type, enabled=False):
             inputs_BNK = entry_BN.to(dtype)[:, :, None]
@@ -134,16 +139,12 @@ class RoutingNetwork(nn.Module):
                     inputs_BNK = sent_BNO[:, :, :-1].transpose(1, 2)
             return Rates(torch.stack(layers, 1), output_B)
 
-    def _check(self, entry_BN: Tensor, active_BLN: Tensor) -> None:
+    def check_entry(self, entry_BN: Tensor) -> None:
+        """Refuse rates that are not one for each expert of the first layer."""
         if entry_BN.ndim != 2 or entry_BN.shape[1] != self.num_experts:
             raise ValueError(
                 f"entry has shape {tuple(entry_BN.shape)}: must be (batch, {self.num_experts}), "
                 "one rate for each expert of the first layer"
-            )
-        expected = (entry_BN.shape[0], self.num_layers, self.num_experts)
-        if active_BLN.shape != expected:
-            raise ValueError(
-                f"active has shape {tuple(active_BLN.shape)}: must be {expected}, as the entry and the grid"
             )
 
     def extra_repr(self) -> str:

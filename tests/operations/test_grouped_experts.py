@@ -84,9 +84,9 @@ def test_a_layer_at_a_time_agrees():
     torch.manual_seed(0)
     layer = routed_layer(TopK, 8, 3, 4, k=2).to(DEVICE)
     hidden_BD = torch.randn(9, 8, device=DEVICE)
-    with operations.use(experts_layer="dense"):
+    with operations.use(experts="dense"):
         expected = layer(hidden_BD).hidden
-    with operations.use(experts_layer="grouped"):
+    with operations.use(experts="grouped"):
         torch.testing.assert_close(layer(hidden_BD).hidden, expected, rtol=0, atol=2e-6)
 
 

@@ -177,7 +177,7 @@ def test_what_one_call_cannot_do_the_parts_do():
     assert layer.chosen(*layer.rows(65)) == layer.chosen(*layer.rows(0)) == "steps"
     assert Layer(hidden=600).chosen(*rows) == "steps"
     with torch.enable_grad():
-        assert layer.chosen(*rows) == "joined"
+        assert layer.chosen(*rows) == "cpp"
         assert layer(*rows)[0].requires_grad
     with torch.autocast("cpu", torch.bfloat16):
         assert layer.chosen(*rows) == "steps"

@@ -173,7 +173,7 @@ def test_what_one_call_cannot_do_the_looks_do():
     turned = make()
     turned.head.weight.data = turned.head.weight.data.t().contiguous().t()
     assert asks(turned) == 1
-    with operations.use(experts_layer="dense"):
+    with operations.use(experts="dense"):
         assert asks() == 1
     with operations.use("plain"):
         assert asks() == 1

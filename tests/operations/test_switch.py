@@ -91,16 +91,14 @@ def test_the_environment_forces_too(monkeypatch):
 
 def test_a_word_in_the_environment_that_is_none_is_told(monkeypatch):
     monkeypatch.setenv(operation.VARIABLE, "quick")
-    with pytest.raises(
-        ValueError, match="RAYTRACED_OPERATIONS='quick': must be one of cpp, dense, grouped, joined, plain"
-    ):
+    with pytest.raises(ValueError, match="RAYTRACED_OPERATIONS='quick': must be one of cpp, dense, grouped, plain"):
         operations.experts(*grid())
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"word": "quick"}, "use='quick': must be one of cpp, dense, grouped, joined, plain, sharded, sparse"),
+        ({"word": "quick"}, "use='quick': must be one of cpp, dense, grouped, plain, sharded, sparse"),
         ({"expert": "sparse"}, "expert='sparse': is no operation; must be one of sequence, experts"),
         ({"experts": "steps"}, "experts='steps': must be one of cpp, dense, grouped, plain, sharded, sparse$"),
     ],

@@ -31,8 +31,8 @@ def experts(hidden_BD):
 
 
 def experts_layer(hidden_BD):
-    apart = operations.unstacked(EXPERTS, hidden_BD)
-    return operations.experts_layer(apart, 1, hidden_BD, ACTIVE[:, 1], ACTIVE[:, 1]).sin().sum()
+    second = operations.unstacked(EXPERTS, hidden_BD)[1]
+    return operations.experts(second, hidden_BD, ACTIVE[:, 1:], ACTIVE[:, 1:], "last").sin().sum()
 
 
 def raytrace(hidden_BD):

@@ -37,7 +37,7 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.layer, self.last = nn.Linear(4, 5), LAYERS[name](), nn.Linear(5, 1)
         self.options = {"max_experts": 0} if "nobody" in name else {}
-        self.way = {"experts": "sparse", "experts_layer": "sparse"}
+        self.way = {"experts": "sparse"}
 
     def forward(self, x):
         with operations.use(**self.way):

@@ -21,11 +21,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from raytraced.grid import Apart, Experts, MLPExperts, Stream, run_dense, run_layer_dense, run_layer_sparse, run_sparse
+from raytraced.grid import Experts, Grid, MLPExperts, Stream, run_dense, run_sparse
 from raytraced.operations import (
     cpp_convolution,
     cpp_experts,
-    cpp_joined,
     cpp_library,
     cpp_raytrace,
     cpp_sequence,
@@ -65,7 +64,7 @@ def _unseen(active: Tensor) -> str | None:
 
 
 def _prefer_dense(
-    experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream, looks: bool = False
+    experts: Grid, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream, looks: bool = False
 ) -> str | None:
     if sharded_experts.cannot(experts) is None:
         return "experts are on several processes"
@@ -77,14 +76,9 @@ def _prefer_dense(
     return _unseen(active_BLN)
 
 
-def _prefer_dense_layer(
-    apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor
-) -> str | None:
-    return _unseen(active_BN)
-
-
 # experts(experts, hidden_BD, active_BLN, weights_BLN, stream, looks=False) -> hidden_BD: a grid of which it is known who
-# runs; with looks, what hidden_BD would be after 0, 1, … layers (L + 1, B, D)
+# runs; with looks, what hidden_BD would be after 0, 1, … layers (L + 1, B, D). Routers that choose step by step run one of
+# unstacked(experts, hidden_BD), made once for a call, after the other.
 experts = Operation(
     "experts",
     # each MLP expert on its own rows in one call, at any size: ordinary CPU tensors of one precision
@@ -97,18 +91,6 @@ experts = Operation(
     Implementation("sharded", sharded_experts.run, "plain", cannot=sharded_experts.cannot),
     # all experts on all rows, masked: small layers, and where it cannot be seen who is active
     Implementation("dense", run_dense, "plain"),
-)
-
-# experts_layer(apart, layer, hidden_BD, weights_BN, active_BN) -> update_BD: one layer, for routers that choose step by step;
-# `apart` is unstacked(experts, hidden_BD), made once for a call
-experts_layer = Operation(
-    "experts_layer",
-    Implementation("cpp", cpp_experts.run_layer, cannot=cpp_experts.cannot_layer),
-    Implementation(
-        "grouped", grouped_experts.run_layer, cannot=grouped_experts.cannot_layer, unless=grouped_experts.unless_layer
-    ),
-    Implementation("sparse", run_layer_sparse, "plain", unless=_prefer_dense_layer),
-    Implementation("dense", run_layer_dense, "plain"),
 )
 
 
@@ -125,13 +107,14 @@ def raytrace_in_steps(layer: Traced, hidden_BD: Tensor, *, looks: bool = False, 
 
 # raytrace(layer, hidden_BD, *, looks=False, … as sequence) -> (hidden_BD, Route); with looks, what hidden_BD would be after
 # 0, 1, … layers (L + 1, B, D)
-_PARTS = ("sequence", "experts")
 raytrace = Operation(
     "raytrace",
-    # all of it in one call: up to 64 rows through small experts without gradients, where calls cost more than arithmetic
-    Implementation("cpp", cpp_raytrace.run, "", cpp_raytrace.cannot, cpp_raytrace.unless, _PARTS, declines=True),
-    # all of it with gradients, as one function to PyTorch: small experts in training, where its operators cost more
-    Implementation("joined", cpp_joined.run, "cpp", cpp_joined.cannot, cpp_joined.unless, _PARTS, declines=True),
+    # all of it as one function to PyTorch: small experts in training, or up to 64 rows, where calls cost more than arithmetic
+    Implementation(
+        *("cpp", cpp_raytrace.run, "", cpp_raytrace.cannot, cpp_raytrace.unless),
+        parts=("sequence", "experts"),
+        declines=True,
+    ),
     # the entry gate, `sequence`, the weighting, `experts`, each by its own choice
     Implementation("steps", raytrace_in_steps, "steps"),
 )
@@ -143,7 +126,7 @@ until_sure = Operation(
     "until_sure",
     # all of it in one call: small experts without gradients, where a look's many calls cost more than its arithmetic
     Implementation(
-        "cpp", cpp_sure.run, "", cpp_sure.cannot, cpp_sure.unless, (*_PARTS, "experts_layer"), declines=True
+        *("cpp", cpp_sure.run, "", cpp_sure.cannot, cpp_sure.unless), parts=("sequence", "experts"), declines=True
     ),
     # layer by layer, each operation by its own choice
     Implementation("steps", lambda *args, **options: args[5](), "steps"),

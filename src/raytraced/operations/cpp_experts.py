@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raytraced.grid import Apart, Experts, MLPExperts, Stream, UnstackedExperts
+from raytraced.grid import MLPS, Grid, MLPLayer, Stream
 from raytraced.operations import cpp_library as library
 from raytraced.operations.cpp_gradients import GradientHome, empty_gradient
 from raytraced.operations.cpp_library import Int, LibraryCall, Pointer, Table, fields, point, table
@@ -43,7 +43,7 @@ _backward = library.bind("raytraced_experts_backward", ctypes.POINTER(Args))
 _plan = library.bind("raytraced_experts_plan", Int, Int, Int, Pointer, Int, Int, Pointer, Pointer, result=Int)
 
 # What a call is given and gives: spec (stream, and perhaps where the gradients go), data (active,), tensors (hidden, mix,
-# *weights, *biases): (B, D), (B, L, N), J of (L, N, O, K), J of (L, N, O); of one layer alone all without the axis L.
+# *weights, *biases): (B, D), (B, L, N), J of (L, N, O, K), J of (L, N, O), the latter of one layer without the axis L.
 _KEPT = ("states", "results", "rows", "offsets")  # (L − 1 or L, B, D), (P, D), (P or more,), (chunks, M + 1)
 
 
@@ -55,10 +55,6 @@ def make_args(shape: Sequence[int], stream: int, chunk: int, parameters: Sequenc
     return Args(*numbers, widths=widths, parameters=table(parameters), **rest)
 
 
-def _shape(mix: Tensor) -> Sequence[int]:
-    return mix.shape if mix.ndim == 3 else (mix.shape[0], 1, mix.shape[1])
-
-
 def chunk_rows(batch: int, num_layers: int, weights: Sequence[Tensor]) -> int:
     """How many rows go down the layers together."""
     large = sum([weight.nbytes for weight in weights]) > num_layers * _LARGE_LAYER_BYTES
@@ -68,7 +64,7 @@ def chunk_rows(batch: int, num_layers: int, weights: Sequence[Tensor]) -> int:
 def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyped-def]
     """Hidden vectors through all layers, each expert weighted; what is kept besides: hidden activations of all pairs."""
     (hidden, mix, *parameters), active, stream = tensors, data[0], int(spec[0])
-    (B, L, N), D, weights = _shape(mix), hidden.shape[-1], parameters[: len(parameters) // 2]
+    (B, L, N), D, weights = mix.shape, hidden.shape[-1], parameters[: len(parameters) // 2]
     M, chunk = L * N, chunk_rows(B, L, weights)
     num_chunks = max(1, -(-B // chunk))
     # Who runs where: the rows of each expert, sorted by chunk, layer, expert and row, and where each expert's begin.
@@ -100,14 +96,13 @@ def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[
     grads = [torch.zeros_like(hidden) if grads[0] is None else grads[0], grads[1]]
     rest = point(names, (hidden, mix, *kept[:4], *grads, *gradients[:3]))
     rest |= {"inner": table(kept[4:]), "gradients": table(gradients[3:])}
-    shape = _shape(mix)
-    chunk = chunk_rows(shape[0], shape[1], weights)
-    library.run(_backward, "experts", make_args(shape, int(spec[0]), chunk, parameters, **rest))
+    chunk = chunk_rows(mix.shape[0], mix.shape[1], weights)
+    library.run(_backward, "experts", make_args(mix.shape, int(spec[0]), chunk, parameters, **rest))
     return [*gradients[:2], *gradients[3:]]
 
 
 def _empty(spec, data, tensors) -> list[Tensor]:  # type: ignore[no-untyped-def]
-    hidden, num_layers = tensors[0], _shape(tensors[1])[1]
+    hidden, num_layers = tensors[0], tensors[1].shape[1]
     num_states = num_layers if STREAMS[int(spec[0])] == "skip-sum" else num_layers - 1
     return [
         torch.empty_like(hidden, memory_format=torch.contiguous_format),
@@ -118,52 +113,36 @@ def _empty(spec, data, tensors) -> list[Tensor]:  # type: ignore[no-untyped-def]
 call = LibraryCall("experts", forward, backward, _empty, num_answers=2, num_returned=2)
 
 
-def _unfit(hidden: Tensor, mix: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> str | None:
-    if hidden.dtype not in library.PRECISIONS:
+def cannot(
+    experts: Grid, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream, looks: bool = False
+) -> str | None:
+    """Why the library cannot run this grid."""
+    if not isinstance(experts, MLPS):
+        return "experts of one's own"
+    if hidden_BD.dtype not in library.PRECISIONS:
         return "hidden vectors in half precision"
     if torch.is_autocast_enabled("cpu"):
         return "autocast is on"
-    if any([parameter.dtype is not hidden.dtype for parameter in (*weights, *biases)]):
+    weights, biases = experts.stacks()
+    if any([parameter.dtype is not hidden_BD.dtype for parameter in (*weights, *biases)]):
         return "hidden vectors of another precision than the experts"
-    return library.why_unfit((hidden, mix, *weights, *biases))
-
-
-def cannot(
-    experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream, looks: bool = False
-) -> str | None:
-    """Why the library cannot run this grid."""
-    if not isinstance(experts, MLPExperts):
-        return "experts of one's own"
-    return _unfit(hidden_BD, weights_BLN, *experts.stacks())
+    return library.why_unfit((hidden_BD, weights_BLN, *weights, *biases))
 
 
 def run(
-    experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream, looks: bool = False
+    experts: Grid, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream, looks: bool = False
 ) -> Tensor:
     """What `raytraced.grid.run_dense` computes, with each expert on its own rows."""
-    assert isinstance(experts, MLPExperts)
+    assert isinstance(experts, MLPS)
     active_BLN, weights_BLN = active_BLN.detach().to(hidden_BD.dtype), weights_BLN.to(hidden_BD.dtype)
     weights, biases = experts.stacks()
-    out_BD, states = call((STREAMS.index(stream),), (active_BLN,), hidden_BD, weights_BLN, *weights, *biases)
+    spec: tuple[Any, ...] = (STREAMS.index(stream),)
+    if type(experts) is MLPLayer:
+        homes = [weight if type(weight) is GradientHome else None for weight in experts.all_weights]
+        spec = (*spec, (homes, experts.layer)) if any(homes) else spec
+    out_BD, states = call(spec, (active_BLN,), hidden_BD, weights_BLN, *weights, *biases)
     if not looks:
         return out_BD
     above = states[: experts.num_layers - 1]
     start_BD = hidden_BD if stream == "residual" else torch.zeros_like(hidden_BD)
     return torch.cat((start_BD[None], above.cumsum(0) if stream == "skip-sum" else above, out_BD[None]))
-
-
-def cannot_layer(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor) -> str | None:
-    """Why the library cannot run this layer."""
-    if not isinstance(apart, UnstackedExperts):
-        return "experts of one's own"
-    return _unfit(hidden_BD, weights_BN, *apart.layer_parameters(layer))
-
-
-def run_layer(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor) -> Tensor:
-    """What `raytraced.grid.run_layer_sparse` computes."""
-    assert isinstance(apart, UnstackedExperts)
-    active_BN, weights_BN = active_BN.detach().to(hidden_BD.dtype), weights_BN.to(hidden_BD.dtype)
-    homes = [weight if isinstance(weight, GradientHome) else None for weight in apart.weights]
-    spec: tuple[Any, ...] = (STREAMS.index("last"), *([(homes, layer)] if any(homes) else []))
-    weights, biases = apart.layer_parameters(layer)
-    return call(spec, (active_BN,), hidden_BD, weights_BN, *weights, *biases)[0]

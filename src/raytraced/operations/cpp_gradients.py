@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from raytraced.grid import Apart, Experts
+from raytraced.grid import Experts, Layer
 from raytraced.operations.cpp_library import why_unfit
 
 _HUGE_BYTES = 2**25
@@ -20,42 +20,26 @@ def empty_block(like: Tensor) -> np.ndarray:
     return np.empty(tuple(like.shape), np.float64 if like.dtype == torch.float64 else np.float32)
 
 
-class _Memory:
-    """Memory for a large parameter's gradient, used again once nobody holds the gradient before.
-
-    Fresh pages cost more than the arithmetic on them, every step anew, since so large a block goes back to the system as
-    soon as it is free. numpy's memory, because it asks for huge pages and because its views tell when they are let go.
-    """
-
-    def __init__(self, parameter: Tensor) -> None:
-        self.block = empty_block(parameter)
-        self.lent: weakref.ref[np.ndarray] | None = None
-
-    def lend(self, parameter: Tensor) -> Tensor | None:
-        """A gradient in this memory, None where it is in use or does not fit."""
-        in_use = self.lent is not None and self.lent() is not None
-        if in_use or self.block.shape != parameter.shape or self.block.itemsize != parameter.itemsize:
-            return None
-        view = self.block[:]
-        self.lent = weakref.ref(view)
-        return torch.from_numpy(view)
-
-
+# For each large parameter the memory of its gradient, and the view of it that was lent last.
 _memories, _memories_lock = WeakTensorKeyDictionary(), threading.Lock()
 
 
 def empty_gradient(parameter: Tensor) -> Tensor:
-    """A tensor for the gradient of a parameter, not filled in."""
+    """A tensor for the gradient of a parameter, not filled in; a large one in memory that nobody holds any more.
+
+    Fresh pages cost more than the arithmetic on them, every step anew, since so large a block goes back to the system as
+    soon as it is free. numpy's memory, because it asks for huge pages and because its views tell when they are let go.
+    """
     if parameter.nbytes < _HUGE_BYTES:
         return torch.empty(parameter.shape, dtype=parameter.dtype)
     with _memories_lock:
-        memory = _memories.get(parameter)
-        gradient = memory.lend(parameter) if memory is not None else None
-        if gradient is None:
-            memory = _memories[parameter] = _Memory(parameter)
-            gradient = memory.lend(parameter)
-        assert gradient is not None
-        return gradient
+        block, lent = _memories.get(parameter, (None, None))
+        fits = block is not None and block.shape == parameter.shape and block.itemsize == parameter.itemsize
+        if not fits or lent() is not None:
+            block = empty_block(parameter)
+        view = block[:]
+        _memories[parameter] = block, weakref.ref(view)
+        return torch.from_numpy(view)
 
 
 class GradientHome(Sequence[Tensor]):
@@ -115,7 +99,7 @@ def _unbind(parameter: Tensor) -> Sequence[Tensor]:
     return GradientHome(parameter) if large else parameter.unbind(0)
 
 
-def unstacked(experts: Experts, hidden_BD: Tensor) -> Apart:
-    """A grid for one call that runs it layer by layer on these vectors, its parameters taken apart once."""
+def unstacked(experts: Experts, hidden_BD: Tensor) -> Sequence[Layer]:
+    """The layers of a grid, for one call that runs them one by one on these vectors."""
     special = torch.compiler.is_compiling() or not torch.is_grad_enabled() or why_unfit((hidden_BD,)) is not None
     return experts.unstacked() if special else experts.unstacked(_unbind)

@@ -121,13 +121,23 @@ class LibraryCall:
         forward(spec, data, tensors, keep) -> `num_answers` tensors with a gradient, and what the backward pass reads
         backward(spec, data, tensors, kept, grads) -> the gradient of each tensor
         empty(spec, data, tensors) -> the first `num_returned` of the above, not filled in
+
+    Without a name it is no operator, its spec may be anything, and it gives NotImplemented where only an operator may run.
     """
 
     def __init__(
-        self, name: str, forward: Any, backward: Any, empty: Any, num_answers: int = 1, num_returned: int = 1
+        self,
+        name: str | None,
+        forward: Any,
+        backward: Any,
+        empty: Any = None,
+        num_answers: int = 1,
+        num_returned: int = 1,
     ) -> None:
         self.forward, self.backward, self.num_answers, self.num_returned = forward, backward, num_answers, num_returned
-        self._register(name, empty)
+        self.operator: Any = lambda *args: NotImplemented
+        if name is not None:
+            self._register(name, empty)
 
     def __call__(self, spec: tuple[Any, ...], data: Sequence[Tensor], *tensors: Tensor) -> Any:
         if torch.compiler.is_compiling():

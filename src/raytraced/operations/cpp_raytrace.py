@@ -1,10 +1,13 @@
-"""Entry gate, sequence, weights and experts in one library call, for batches so small that the calls would cost the most.
+"""Entry gate, sequence, weights and experts as one function of PyTorch's, with gradients or without.
 
-Axes: B batch, L layers, N experts a layer, D width.
+One by one they are three functions and some twenty small operators between, forward and back, which take longer than the
+library's arithmetic: in training, and for batches so small that the calls would cost the most.
+Axes: B batch, L layers, N experts a layer, R rank of what gates see, T steps, D width.
 """
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -14,13 +17,14 @@ from torch import Tensor
 from raytraced.grid import Experts, MLPExperts, Stream
 from raytraced.operations import cpp_experts, cpp_sequence
 from raytraced.operations import cpp_library as library
-from raytraced.operations.cpp_library import Int, Pointer
+from raytraced.operations.cpp_library import Int, LibraryCall, Pointer, Table, fields, table
 from raytraced.routing import RoutingNetwork
 from raytraced.sequence import WEIGHTINGS, Route, rates_to_one_weights, rates_weights, unit_weights
 
-_MOST_ROWS = 64  # beyond, the calls of the separate parts matter little, and they use all threads
+_MOST_ROWS = 64  # without gradients: beyond, the calls of the separate parts matter little, and they use all threads
 _MOST_WIDTHS = 18  # as cpu/raytrace.h has places
 _MOST_WEIGHTS = 2**14  # of one expert: larger ones are not what takes the time in the calls
+_COMPILING = "torch.compile and torch.export see the parts as operators"
 # The numbers of cpu/raytrace.h.
 _WEIGHTINGS: dict[Callable[..., Tensor] | None, int] = {
     unit_weights: 0,
@@ -57,16 +61,33 @@ class Args(ctypes.Structure):
     ]
 
 
-_OWN = ("hidden", "out", *cpp_sequence.ROUTE, *cpp_sequence.DATA)  # what every call brings of its own
-_raytrace = library.bind("raytraced_raytrace", ctypes.POINTER(Args), Int, *[Pointer] * len(_OWN))
+class Call(ctypes.Structure):
+    """struct RaytraceCall of cpu/raytrace.h."""
+
+    _fields_ = [
+        *fields("batch threads chunk num_chunks", Int),
+        *fields("active rates output nodes num_active hidden seed rows out states start memory pairs", Pointer),
+        *fields("grad_out grad_states grad_start grad_output grad_active grad_rates", Pointer),
+        *fields("grad_hidden grad_first grad_inner", Pointer),
+        ("grad_maps", Pointer * 4),
+        ("gradients", Table),
+    ]
+
+
+_KINDS = ctypes.POINTER(Args), ctypes.POINTER(Call)
+_once = library.bind("raytraced_raytrace", *_KINDS)
+_bytes = library.bind("raytraced_raytrace_bytes", *_KINDS, result=Int)
+_route = library.bind("raytraced_raytrace_route", *_KINDS, result=Int)
+_run = library.bind("raytraced_raytrace_run", *_KINDS)
+_back = library.bind("raytraced_raytrace_back", *_KINDS)
 
 
 def unless(layer: Traced, hidden_BD: Tensor, **options: Any) -> str | None:
     """Why the parts one by one are better."""
     if torch.compiler.is_compiling():
-        return "torch.compile and torch.export see the parts as operators"
-    if not 1 <= hidden_BD.shape[0] <= _MOST_ROWS:
-        return f"not 1 to {_MOST_ROWS} rows: the parts use all threads"
+        return _COMPILING
+    if not torch.is_grad_enabled() and not 1 <= hidden_BD.shape[0] <= _MOST_ROWS:
+        return f"not 1 to {_MOST_ROWS} rows, and no gradient is wanted: the parts use all threads"
     return too_large(layer.grid)
 
 
@@ -79,15 +100,10 @@ def too_large(grid: Experts) -> str | None:
 
 def cannot(layer: Traced, hidden_BD: Tensor, *, looks: bool = False, **options: Any) -> str | None:
     """Why it is not possible."""
-    if looks:
-        return "looks are wanted"
-    if torch.is_grad_enabled():
-        return "gradients may be wanted"
-    return unfit(layer, hidden_BD)
-
-
-def unfit(layer: Traced, hidden_BD: Tensor) -> str | None:
-    """Why the library cannot do it, with or without gradients."""
+    if torch.compiler.is_compiling():
+        return _COMPILING
+    if looks and _hides_looks(layer):
+        return "looks at a sum, or without gradients"
     grid = layer.grid
     if torch.is_autocast_enabled("cpu"):
         return "autocast is on"
@@ -111,18 +127,25 @@ def unfit(layer: Traced, hidden_BD: Tensor) -> str | None:
     return library.why_unfit((hidden_BD, *parameters), hidden_BD.dtype)
 
 
+def _hides_looks(layer: Traced) -> bool:
+    return layer.stream == "skip-sum" or not torch.is_grad_enabled()
+
+
 class Told(NamedTuple):
     """What the library was told about a grid last, to be told again while the key is the same."""
 
     key: tuple[Any, ...]
     args: Args
-    numbers: tuple[Any, ...]  # stream, weighting, N, rank of what gates see, an expert's widths, the spec of a sequence
+    describe: Callable[[Sequence[Tensor]], Args]  # the same of parameters in another place
+    sizes: tuple[int, int, int]  # L, N, T
     parameters: tuple[Tensor, ...]  # maps, gates, weights, biases
+    cuts: tuple[int, int]  # where the gates begin, and the weights
     held: list[Tensor]  # what the key and the arguments speak of: no other tensor gets its name or its memory
 
 
 _told: WeakKeyDictionary[Experts, Told] = WeakKeyDictionary()
-_whole = torch.empty(0, dtype=torch.int64, device="cpu")  # to make others of: a dtype that is named takes longer
+# to make others of: a dtype that is named takes longer
+_whole, _byte = (torch.empty(0, dtype=dtype, device="cpu") for dtype in (torch.int64, torch.uint8))
 
 
 def tell(layer: Traced, hidden_BD: Tensor, options: dict[str, Any]) -> Told | None:
@@ -140,17 +163,112 @@ def tell(layer: Traced, hidden_BD: Tensor, options: dict[str, Any]) -> Told | No
     key = hidden_BD.shape[1], hidden_BD.dtype, WEIGHTINGS.get(weighting), stream, options, places
     told = _told.get(grid)
     if told is None or told.key != key:
-        if unfit(layer, hidden_BD) is not None:
+        if cannot(layer, hidden_BD) is not None:
             return None
         like_BN = hidden_BD.new_empty(1, routing.num_experts)
         spec, _, gates = cpp_sequence.describe(routing, like_BN, seed=None, rows_B=None, **options)
         kinds = cpp_experts.STREAMS.index(stream), _WEIGHTINGS[WEIGHTINGS[weighting]]
-        rank = len(maps[2]) if maps[2:] else 0
-        numbers = (*kinds, routing.num_experts, rank, *grid.widths, *spec)
-        args = describe(spec, *kinds, maps, gates, parameters[len(maps) + len(gates) - 1 :])
+        cuts = len(maps), len(maps) + len(gates) - 1  # its entry is one of them
+        describe = partial(_describe, spec, *kinds, cuts)
+        sizes = routing.num_layers, routing.num_experts, options["num_steps"]
         held = [*parameters, *(parameter.detach() for parameter in parameters)]
-        told = _told[grid] = Told(key, args, numbers, parameters, held)
+        told = _told[grid] = Told(key, describe(parameters), describe, sizes, parameters, cuts, held)
     return told
+
+
+def _describe(
+    spec: Sequence[float], stream: int, weighting: int, cuts: tuple[int, int], parameters: Sequence[Tensor]
+) -> Args:
+    """What stays the same from call to call, as for one row; the spec is that of a sequence."""
+    maps, gates, rest = _cut(parameters, cuts)
+    L, N = int(spec[0]), len(maps[0])
+    sequence = cpp_sequence.make_args(spec, (), (maps[0].new_empty(1, N), *gates))
+    sequence.rank = len(maps[2]) if maps[2:] else 0
+    experts = cpp_experts.make_args((1, L, N), stream, 1, rest)
+    return Args(sequence, experts, weighting, (Pointer * 4)(*[one.data_ptr() for one in maps]))
+
+
+def _cut(tensors: Sequence[Tensor], cuts: tuple[int, int]) -> tuple[Sequence[Tensor], ...]:
+    return tensors[: cuts[0]], tensors[cuts[0] : cuts[1]], tensors[cuts[1] :]
+
+
+# What a call is given and gives: spec (what was told, looks), data (seed, rows), tensors (hidden, *maps, *gates, *weights,
+# *biases); the experts' answer, and the tensors of a route.
+
+
+def _make_call(told: Told, data, hidden_BD, route, answer, few: bool = False) -> Call:  # type: ignore[no-untyped-def]
+    """What both passes tell; few rows go through in one chunk on one thread."""
+    B = chunk = hidden_BD.shape[0]
+    threads = num_chunks = 1
+    if not few:
+        rest = told.parameters[told.cuts[1] :]
+        chunk = cpp_experts.chunk_rows(B, told.sizes[0], rest[: len(rest) // 2])
+        threads, num_chunks = torch.get_num_threads(), max(1, -(-B // chunk))
+    pointers = [tensor.data_ptr() for tensor in (*route, hidden_BD, *data)]
+    call = Call(B, threads, chunk, num_chunks, *pointers)
+    call.out, call.states, call.start = _places(told, hidden_BD, answer)
+    return call
+
+
+def _places(told: Told, hidden_BD: Tensor, answer: Tensor) -> tuple[int | None, ...]:
+    """Where the last vectors are, those after each layer before, and what they began with; the latter two with looks."""
+    first = answer.data_ptr()
+    if answer.ndim == 2:
+        return first, None, None
+    return first + told.sizes[0] * hidden_BD.nbytes, first + hidden_BD.nbytes, first
+
+
+def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    """The experts' answer and the route; kept besides: what passes from one part to the next."""
+    (told, looks), hidden_BD = spec, tensors[0]
+    (B, D), (L, N, T), real = hidden_BD.shape, told.sizes, hidden_BD.new_empty
+    route = cpp_sequence.empty_route(B, L, N, T, real, _whole.new_empty)
+    answer, few = real(L + 1, B, D) if looks else real(B, D), not keep and 1 <= B <= _MOST_ROWS
+    call = _make_call(told, data, hidden_BD, route, answer, few)
+    if few:
+        library.run(_once, "raytraced experts", told.args, call)
+        return [answer, *route]
+    memory = _byte.new_empty(_bytes(told.args, call))
+    call.memory = memory.data_ptr()
+    num_bytes = _route(told.args, call)
+    if num_bytes < 0:
+        raise MemoryError("raytraced experts: no memory for the library's scratch")
+    pairs = _byte.new_empty(num_bytes)
+    call.pairs = pairs.data_ptr()
+    library.run(_run, "raytraced experts", told.args, call)
+    return [answer, *route, *route[:3], answer, memory, pairs] if keep else [answer, *route]
+
+
+def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    """Gradients of hidden, maps, gates, weights and biases."""
+    told, (hidden_BD, *parameters) = spec[0], tensors
+    nodes_BT, num_active_B, active_BLN, rates_BLN, output_B, answer, memory, pairs = kept
+    grad_answer, grad_active, grad_rates, grad_output = grads
+    if grad_answer is None:
+        grad_answer = torch.zeros_like(answer)
+    # the library adds to these
+    grad_rates = torch.zeros_like(rates_BLN) if grad_rates is None else grad_rates.clone()
+    if told.args.sequence.estimator == cpp_sequence.ESTIMATORS.index("none"):
+        grad_active = None
+    else:
+        grad_active = torch.zeros_like(active_BLN) if grad_active is None else grad_active.clone()
+    grad_hidden, *gradients = [tensor.new_empty(tensor.shape) for tensor in tensors]
+    maps, gates, rest = _cut(gradients, told.cuts)
+    route = active_BLN, rates_BLN, output_B, nodes_BT, num_active_B
+    call = _make_call(told, data, hidden_BD, route, answer)
+    call.memory, call.pairs, call.gradients = memory.data_ptr(), pairs.data_ptr(), table(rest)
+    call.grad_out, call.grad_states, call.grad_start = _places(told, hidden_BD, grad_answer)
+    call.grad_output = None if grad_output is None else grad_output.data_ptr()
+    call.grad_active = None if grad_active is None else grad_active.data_ptr()
+    call.grad_rates, call.grad_hidden = grad_rates.data_ptr(), grad_hidden.data_ptr()
+    call.grad_first, call.grad_inner = [*[gate.data_ptr() for gate in gates], None, None][:2]
+    call.grad_maps = (Pointer * 4)(*[one.data_ptr() for one in maps])
+    moved = [one.data_ptr() for one in parameters] != [place for _, place, _ in told.key[-1]]
+    library.run(_back, "raytraced experts", told.describe(parameters) if moved else told.args, call)
+    return [grad_hidden, *gradients]
+
+
+_call = LibraryCall(None, forward, backward, num_answers=4, num_returned=6)
 
 
 def run(
@@ -162,32 +280,15 @@ def run(
     looks: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Route]:
-    """Hidden vectors (B, D) -> hidden vectors (B, D) and what was activated."""
-    if looks or torch.is_grad_enabled():
+    """Hidden vectors (B, D) -> hidden vectors (B, D), after 0, 1, … layers (L + 1, B, D) with `looks`, and the route."""
+    if looks and _hides_looks(layer):
         return NotImplemented
     told = tell(layer, hidden_BD, options)
     if told is None:
         return NotImplemented
-    hidden_BD = hidden_BD.contiguous()
-    (B, D), L, N, real = hidden_BD.shape, layer.routing.num_layers, layer.routing.num_experts, hidden_BD.new_empty
-    route = cpp_sequence.empty_route(B, L, N, options["num_steps"], real, _whole.new_empty)
-    own = hidden_BD, real(B, D), *route, *cpp_sequence.draws(seed, rows_B)
-    pointers = [one.data_ptr() for one in own]
-    library.run(_raytrace, "raytraced experts", told.args, B, *pointers, *[None] * (len(_OWN) - len(own)))
-    return own[1], cpp_sequence.as_route(route)
-
-
-def describe(
-    spec: Sequence[float],
-    stream: int,
-    weighting: int,
-    maps: Sequence[Tensor],
-    gates: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-) -> Args:
-    """What stays the same from call to call: spec and gates are those of a sequence, its entry first, as for one row."""
-    (_, N), L = gates[0].shape, int(spec[0])
-    sequence = cpp_sequence.make_args(spec, (), gates)
-    sequence.rank = len(maps[2]) if maps[2:] else 0
-    experts = cpp_experts.make_args((1, L, N), stream, 1, parameters)
-    return Args(sequence, experts, weighting, (Pointer * 4)(*[one.data_ptr() for one in maps]))
+    spec, data = (told, looks), cpp_sequence.draws(seed, rows_B)
+    if torch.is_grad_enabled():
+        found = _call(spec, data, hidden_BD, *told.parameters)
+    else:  # straight to the library: one image waits for it
+        found = forward(spec, data, (hidden_BD.contiguous(),), False)
+    return found if found is NotImplemented else (found[0], cpp_sequence.as_route(found[1:], options["estimator"]))

@@ -59,11 +59,7 @@ def describe(
     sight_BLNO: Tensor | None = None,
 ) -> tuple[tuple[Any, ...], list[Tensor], list[Tensor]]:
     """The arguments of the operation as spec, data and tensors."""
-    if entry_BN.ndim != 2 or entry_BN.shape[1] != routing.num_experts:
-        raise ValueError(
-            f"entry has shape {tuple(entry_BN.shape)}: must be (batch, {routing.num_experts}), "
-            "one rate for each expert of the first layer"
-        )
+    routing.check_entry(entry_BN)
     numbers = routing.num_layers, num_steps, ESTIMATORS.index(estimator), int(stop == "dominant")
     seen = [] if sight_BLNO is None or routing.num_layers == 1 else [sight_BLNO]
     spec = (*numbers, float(temperature), bool(seen), 1.0 if isinstance(stop, str) else float(stop))
@@ -80,23 +76,11 @@ def draws(seed: Tensor | None, rows_B: Tensor | None) -> list[Tensor]:
 
 def make_args(spec: Sequence[float], data: Sequence[Tensor], tensors: Sequence[Tensor], **pointers: int) -> Args:
     """What the library is told."""
-    L, T, estimator, dominant, temperature, sees, output_counts = spec
-    B, N = tensors[0].shape
+    (L, T, estimator, dominant), (temperature, sees, output_counts) = map(int, spec[:4]), spec[4:]
+    (B, N), is_double = tensors[0].shape, tensors[0].dtype == torch.float64
     return Args(
-        *(
-            B,
-            int(L),
-            N,
-            int(T),
-            tensors[0].dtype == torch.float64,
-            int(estimator),
-            int(dominant),
-            torch.get_num_threads(),
-            0,
-        ),
-        temperature,
-        RATE_FLOOR,
-        output_counts,
+        *(B, L, N, T, is_double, estimator, dominant, torch.get_num_threads(), 0),
+        *(temperature, RATE_FLOOR, output_counts),
         **point(DATA, data),
         **point(_TENSORS[bool(sees)], tensors),
         **pointers,
@@ -140,9 +124,11 @@ def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[
 call = LibraryCall("activation_sequence", forward, backward, empty, num_answers=3, num_returned=5)
 
 
-def as_route(tensors: Sequence[Tensor]) -> Route:
+def as_route(tensors: Sequence[Tensor], estimator: Estimator) -> Route:
     """What a call gives as the operation's answer."""
     active_BLN, rates_BLN, output_B, nodes_BT, num_active_B = tensors
+    if estimator == "none" and active_BLN.requires_grad:
+        active_BLN = active_BLN.detach()
     return Route(active_BLN, nodes_BT, num_active_B, Rates(rates_BLN, output_B))
 
 
@@ -158,5 +144,4 @@ def cannot(
 def run(routing: RoutingNetwork, entry_BN: Tensor, **options: Any) -> Route:
     """What `raytraced.sequence.unroll` computes."""
     spec, data, tensors = describe(routing, entry_BN, **options)
-    route = as_route(call(spec, data, *tensors))
-    return route._replace(active=route.active.detach()) if options["estimator"] == "none" else route
+    return as_route(call(spec, data, *tensors), options["estimator"])

@@ -38,8 +38,6 @@ _until_sure = library.bind("raytraced_until_sure", ctypes.POINTER(cpp_raytrace.A
 
 def unless(layer: Traced, hidden_BD: Tensor, *_: Any, **options: Any) -> str | None:
     """Why the layers one by one are better."""
-    if torch.compiler.is_compiling():
-        return "torch.compile and torch.export see the parts as operators"
     return cpp_raytrace.too_large(layer.grid)
 
 
@@ -47,7 +45,7 @@ def cannot(layer: Traced, hidden_BD: Tensor, head: nn.Module, *_: Any, **options
     """Why it is not possible."""
     if torch.is_grad_enabled():
         return "gradients may be wanted"
-    return _unfit(head, hidden_BD) or cpp_raytrace.unfit(layer, hidden_BD)
+    return _unfit(head, hidden_BD) or cpp_raytrace.cannot(layer, hidden_BD)
 
 
 def _unfit(head: nn.Module, hidden_BD: Tensor) -> str | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from raytraced.grid import Apart, Experts, MLPExperts, Stream, UnstackedExperts, run_stream
+from raytraced.grid import MLPS, Grid, Stream, run_stream
 from raytraced.operations.cpp_library import why_unreadable
 
 _PRECISIONS = (torch.bfloat16, torch.float16, torch.float32)
@@ -81,64 +81,38 @@ def _precision(hidden_BD: Tensor) -> torch.dtype:
 
 
 def run(
-    experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream, looks: bool = False
+    experts: Grid, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream, looks: bool = False
 ) -> Tensor:
     """What `raytraced.grid.run_sparse` computes."""
-    assert isinstance(experts, MLPExperts)
-    apart = experts.unstacked()
+    layers = experts.unstacked()
 
     def update(layer: int, hidden_BD: Tensor) -> Tensor:
-        return run_layer(apart, layer, hidden_BD, weights_BLN[:, layer], active_BLN[:, layer])
+        weights, biases = layers[layer].stacks()  # type: ignore[union-attr]
+        return _update(weights, biases, hidden_BD, weights_BLN[:, layer], active_BLN[:, layer])
 
     return run_stream(stream, experts.num_layers, hidden_BD, update, looks)
 
 
-def run_layer(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor) -> Tensor:
-    """What `raytraced.grid.run_layer_sparse` computes."""
-    assert isinstance(apart, UnstackedExperts)
-    return _update(*apart.layer_parameters(layer), hidden_BD, weights_BN, active_BN)
-
-
-def _unfit(hidden: Tensor, mix: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> str | None:
-    dtype = _precision(hidden)
+def cannot(
+    experts: Grid, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream, looks: bool = False
+) -> str | None:
+    """Why grouped products cannot run this grid."""
+    if not isinstance(experts, MLPS):
+        return "experts of one's own"
+    (weights, biases), dtype = experts.stacks(), _precision(hidden_BD)
     if dtype not in _PRECISIONS:
         return f"grouped products have no {dtype}"
     if torch.compiler.is_compiling() and dtype != torch.bfloat16:
         return f"under torch.compile grouped products have no {dtype}"
     if any([size * dtype.itemsize % _ALIGNED_BYTES for weight in weights for size in weight.shape[-2:]]):
         return f"an expert's widths are no multiples of {_ALIGNED_BYTES // dtype.itemsize}"
-    if not torch.is_autocast_enabled(hidden.device.type) and any([weight.dtype is not dtype for weight in weights]):
+    if not torch.is_autocast_enabled(hidden_BD.device.type) and any([weight.dtype is not dtype for weight in weights]):
         return "hidden vectors of another precision than the experts"
-    return why_unreadable((hidden, mix, *weights, *biases))
+    return why_unreadable((hidden_BD, weights_BLN, *weights, *biases))
 
 
-def cannot(
-    experts: Experts, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream, looks: bool = False
-) -> str | None:
-    """Why grouped products cannot run this grid."""
-    if not isinstance(experts, MLPExperts):
-        return "experts of one's own"
-    return _unfit(hidden_BD, weights_BLN, *experts.stacks())
-
-
-def cannot_layer(apart: Apart, layer: int, hidden_BD: Tensor, weights_BN: Tensor, active_BN: Tensor) -> str | None:
-    """Why grouped products cannot run this layer."""
-    if not isinstance(apart, UnstackedExperts):
-        return "experts of one's own"
-    return _unfit(hidden_BD, weights_BN, *apart.layer_parameters(layer))
-
-
-def unless(experts: Experts, hidden_BD: Tensor, *rest: object) -> str | None:
+def unless(experts: Grid, hidden_BD: Tensor, *rest: object) -> str | None:
     """Why another way is better for these vectors."""
-    return _better(hidden_BD)
-
-
-def unless_layer(apart: Apart, layer: int, hidden_BD: Tensor, *rest: object) -> str | None:
-    """Why another way is better for these vectors, in one layer."""
-    return _better(hidden_BD)
-
-
-def _better(hidden_BD: Tensor) -> str | None:
     if not hidden_BD.is_cuda:
         return "grouped products are for a GPU"
     # PyTorch documents one kernel, in bfloat16; in other precisions it may ask the device for every expert's rows.

@@ -27,7 +27,7 @@ class Implementation(Generic[P, R]):
 
     name: str
     run: Callable[P, R]
-    kind: str = ""  # "plain": PyTorch's operators; "steps": other operations; "cpp" or nothing: compiled
+    kind: str = ""  # "plain": PyTorch's operators; "steps": other operations; nothing: compiled
     cannot: Callable[..., str | None] = _no_reason  # why it is unable to take these arguments, None if it is able
     unless: Callable[..., str | None] = _no_reason  # why one after it is better for them, None if there is no reason
     parts: tuple[str, ...] = ()  # operations that it does itself: it does not run where one of those is forced

@@ -59,9 +59,8 @@ class _Finish(torch.autograd.Function):
     def forward(ctx, rows, handle):  # type: ignore[no-untyped-def]
         ctx.handle = handle
         handle.work.wait()
-        return (
-            rows.clone()
-        )  # another tensor than what the work wrote to: autograd would take one for a view of the other
+        # another tensor than what the work wrote to: autograd would take one for a view of the other
+        return rows.clone()
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
@@ -112,7 +111,8 @@ class ShardedExperts(nn.Module):
                 f"{experts.num_experts} experts a layer on a mesh of shape {tuple(mesh.shape)}: "
                 "must be a mesh of one dimension that divides them; take a part of it, or other experts"
             )
-        self.mesh, self.num_layers, self.num_experts, self.widths = mesh, *experts_sizes(experts)
+        self.mesh, self.widths = mesh, experts.widths
+        self.num_layers, self.num_experts = experts.num_layers, experts.num_experts
         self.num_weights, self.num_parameters = experts.num_weights, experts.num_parameters
         weights, biases = experts.stacks()
         # Under the names that they have in one process: a checkpoint of one layout is a checkpoint of any.
@@ -173,16 +173,9 @@ class ShardedExperts(nn.Module):
         return f"{self.num_layers} layers of {self.num_experts}, on {self.mesh.size()} processes"
 
 
-def experts_sizes(experts: MLPExperts) -> tuple[int, int, tuple[int, ...]]:
-    """Layers, experts a layer, and the widths of an expert."""
-    return experts.num_layers, experts.num_experts, experts.widths
-
-
 def _shard(parameter: Tensor, mesh: "DeviceMesh") -> Tensor:
-    from torch.distributed.tensor import (
-        Shard,
-        distribute_tensor,
-    )  # a second of its own: not for those who have one process
+    # a second of its own: not for those who have one process
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     return distribute_tensor(parameter.detach(), mesh, [Shard(1)])
 

@@ -147,5 +147,4 @@ def cannot(
 def run(routing: RoutingNetwork, entry_BN: Tensor, **options: Any) -> Route:
     """What `raytraced.sequence.unroll` computes."""
     spec, data, tensors = cpp_sequence.describe(routing, entry_BN, **options)
-    route = cpp_sequence.as_route(call(spec, data, *tensors))
-    return route._replace(active=route.active.detach()) if options["estimator"] == "none" else route
+    return cpp_sequence.as_route(call(spec, data, *tensors), options["estimator"])

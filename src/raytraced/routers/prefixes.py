@@ -6,11 +6,11 @@ Axes: B batch, L layers, N experts a layer, D width, n rows that a new node chan
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from raytraced import operations
 from raytraced.draws import fixed_draws
-from raytraced.grid import Experts, MLPExperts
+from raytraced.grid import MLPExperts
 from raytraced.layer import Call, LayerOutput, Look, Looks
 from raytraced.routers.raytraced import RaytracedExperts
 
@@ -75,7 +75,7 @@ def _extended(
     """Every prefix from the one before: a node changes the hidden vectors of its own layer and of those below, no others."""
     router, residual = layer.router, layer.stream == "residual"
     L, N = router.num_layers, router.num_experts
-    layers = [_layer_of(layer.experts, l) for l in range(L)]
+    layers = layer.experts.unstacked()
     nodes_nT = router.sequence(hidden_nD, with_budget(limit, rows_n)).nodes
     assert nodes_nT is not None
     fresh = [hidden_nD.clone() if residual else torch.zeros_like(hidden_nD) for _ in range(L)]
@@ -104,15 +104,3 @@ def _extended(
         if kept_n is not None:
             states, rows_n, runs_n = [state_nD[kept_n] for state_nD in states], rows_n[kept_n], runs_n[kept_n]
             nodes_nT = nodes_nT[kept_n]
-
-
-def _layer_of(experts: Experts, layer: int) -> MLPExperts:
-    """One layer as a grid of its own, on the same memory."""
-    assert isinstance(experts, MLPExperts)
-    dim, *hidden, _ = experts.widths
-    with torch.device("meta"):
-        part = MLPExperts(1, experts.num_experts, dim, hidden[0], len(hidden))
-    for own, whole in ((part.weights, experts.weights), (part.biases, experts.biases)):
-        for index, parameter in enumerate(whole):
-            own[index] = nn.Parameter(parameter[layer : layer + 1].detach(), requires_grad=False)
-    return part

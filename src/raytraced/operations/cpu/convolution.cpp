@@ -16,18 +16,11 @@ enum Purpose { WORK = 1, PARTIAL = 2 };
 struct Batch {
   static constexpr long long CHUNK = 32;  // a multiple of 8
   const ConvolutionArgs& args;
-  ConvolutionKernel kernel = choose();
+  ConvolutionKernel kernel = RAYTRACED_KERNEL(convolution_kernel, ());
   float* partial = nullptr;
   std::atomic<bool> failed{false};
 
   explicit Batch(const ConvolutionArgs& args) : args(args) {}
-
-  static ConvolutionKernel choose() {
-#if defined(__x86_64__)
-    if (instructions() == Instructions::avx2) return convolution_kernel_avx2();
-#endif
-    return convolution_kernel_baseline();
-  }
 
   long long num_chunks() const { return (args.batch + CHUNK - 1) / CHUNK; }
   long long end(long long chunk) const { return (chunk + 1) * CHUNK < args.batch ? (chunk + 1) * CHUNK : args.batch; }

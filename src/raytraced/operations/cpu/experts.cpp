@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "instructions.h"
+#include "pairs.h"
 #include "threads.h"
 
 namespace raytraced {
@@ -21,14 +22,7 @@ struct Grid {
   long long layer = 0;
   std::atomic<bool> failed{false};
 
-  explicit Grid(const ExpertsArgs& args) : args(args), kernel(choose(args)) {}
-
-  static ExpertsKernel choose(const ExpertsArgs& args) {
-#if defined(__x86_64__)
-    if (instructions() == Instructions::avx2) return experts_kernel_avx2(args);
-#endif
-    return experts_kernel_baseline(args);
-  }
+  explicit Grid(const ExpertsArgs& args) : args(args), kernel(RAYTRACED_KERNEL(experts_kernel, (args))) {}
 
   void* memory(long long chunk, long long first, long long last) {
     long long most = 0;
@@ -96,27 +90,11 @@ struct Grid {
 // Counts and sorts the pairs of a 0/1 matrix (B, M) by chunk, node and row; returns how many there are.
 extern "C" long long raytraced_experts_plan(long long batch, long long nodes, long long is_double, const void* active,
                                             long long chunk, long long num_chunks, int* rows, long long* offsets) {
-  long long total = 0;
-  for (long long c = 0; c < num_chunks; ++c) {
-    const long long begin = c * chunk, end = (c + 1) * chunk < batch ? (c + 1) * chunk : batch;
-    long long* offset = offsets + c * (nodes + 1);
-    std::memset(offset, 0, (nodes + 1) * sizeof(long long));
-    const auto on = [=](long long row, long long node) {
-      const long long i = row * nodes + node;
-      return is_double ? ((const double*)active)[i] != 0 : ((const float*)active)[i] != 0;
-    };
-    for (long long row = begin; row < end; ++row)
-      for (long long node = 0; node < nodes; ++node) offset[node + 1] += on(row, node);
-    offset[0] = total;
-    for (long long node = 0; node < nodes; ++node) offset[node + 1] += offset[node];
-    total = offset[nodes];
-    for (long long row = begin; row < end; ++row)
-      for (long long node = 0; node < nodes; ++node)
-        if (on(row, node)) rows[offset[node]++] = (int)row;
-    for (long long node = nodes; node > 0; --node) offset[node] = offset[node - 1];  // each had moved on to its end
-    offset[0] = c ? offsets[(c - 1) * (nodes + 1) + nodes] : 0;
-  }
-  return total;
+  const auto each_active = [=](long long row, auto found) {
+    for (long long node = 0, i = row * nodes; node < nodes; ++node, ++i)
+      if (is_double ? ((const double*)active)[i] != 0 : ((const float*)active)[i] != 0) found(node);
+  };
+  return raytraced::sort_pairs(batch, nodes, chunk, num_chunks, rows, offsets, each_active);
 }
 
 // Both return 0, or 1 where memory has run out.

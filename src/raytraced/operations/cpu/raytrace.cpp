@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "instructions.h"
+#include "pairs.h"
 #include "threads.h"
 
 extern "C" int raytraced_sequence_forward(const raytraced::SequenceArgs*);
@@ -23,7 +24,7 @@ struct Pass : RaytracePass {
   long long range, num_ranges;
   char* partial = nullptr;
 
-  Pass(const RaytraceArgs& args, const RaytraceCall& call) : RaytracePass{args, call, {}}, kernel(raytrace_kernel(args)) {
+  Pass(const RaytraceArgs& args, const RaytraceCall& call) : RaytracePass{args, call, {}}, kernel(RAYTRACED_KERNEL(raytrace_kernel, (args))) {
     const long long smallest = 64, most = 32;
     range = (call.batch + most - 1) / most;
     range = range < smallest ? smallest : range;
@@ -111,28 +112,13 @@ struct Pass : RaytracePass {
     const SequenceArgs one = sequence();
     if (raytraced_sequence_forward(&one)) return false;
     share(weigh);
-    plan();
+    // From the sequences: most rows activate few nodes.
+    const auto each_active = [this](long long row, auto found) {
+      for (long long step = 0; step < call.num_active[row]; ++step) found(call.nodes[row * args.sequence.steps + step]);
+    };
+    const long long nodes = args.experts.nodes();
+    sort_pairs(call.batch, nodes, call.chunk, call.num_chunks, between.pair_rows, between.pair_offsets, each_active);
     return true;
-  }
-  // As raytraced_experts_plan, from the sequences: most rows activate few nodes.
-  void plan() const {
-    const long long M = args.experts.nodes(), T = args.sequence.steps;
-    long long total = 0;
-    for (long long c = 0; c < call.num_chunks; ++c) {
-      const long long begin = c * call.chunk, end = begin + call.chunk < call.batch ? begin + call.chunk : call.batch;
-      long long* offset = between.pair_offsets + c * (M + 1);
-      std::memset(offset, 0, (M + 1) * sizeof(long long));
-      for (long long b = begin; b < end; ++b)
-        for (long long step = 0; step < call.num_active[b]; ++step) ++offset[call.nodes[b * T + step]];
-      for (long long node = 0; node < M; ++node) {
-        const long long count = offset[node];
-        offset[node] = total, total += count;
-      }
-      for (long long b = begin; b < end; ++b)
-        for (long long step = 0; step < call.num_active[b]; ++step) between.pair_rows[offset[call.nodes[b * T + step]]++] = (int)b;
-      for (long long node = M; node > 0; --node) offset[node] = offset[node - 1];  // each had moved on to its end
-      offset[0] = c ? offset[-1] : 0;
-    }
   }
   int run(bool keep) {
     const ExpertsArgs one = experts(keep);
@@ -170,28 +156,14 @@ struct Pass : RaytracePass {
 };
 
 }  // namespace
-
-RaytraceKernel raytrace_kernel(const RaytraceArgs& args) {
-#if defined(__x86_64__)
-  if (instructions() == Instructions::avx2) return raytrace_kernel_avx2(args);
-#endif
-  return raytrace_kernel_baseline(args);
-}
-
 }  // namespace raytraced
 
-// Hidden vectors to hidden vectors, with what was activated for them, shaped as in sequence.h; returns 0, or 1 where memory has
-// run out.
-extern "C" int raytraced_raytrace(const raytraced::RaytraceArgs* args, long long batch, const void* hidden, void* out,
-                                  void* active, void* rates, void* output, long long* nodes, long long* num_active,
-                                  const long long* seed, const long long* rows) {
+// Hidden vectors to hidden vectors, with what was activated for them, all in the library's own memory; returns 0, or 1 where
+// that has run out.
+extern "C" int raytraced_raytrace(const raytraced::RaytraceArgs* args, const raytraced::RaytraceCall* call) {
   using namespace raytraced;
-  RaytraceCall call = {};
-  call.batch = call.chunk = batch, call.threads = call.num_chunks = 1;  // all rows in one chunk
-  call.hidden = hidden, call.out = out, call.seed = seed, call.rows = rows;
-  call.active = active, call.rates = rates, call.output = output, call.nodes = nodes, call.num_active = num_active;
-  Pass pass(*args, call);
-  const long long most = batch * args->experts.nodes(), first = pass.lay_out(nullptr);
+  Pass pass(*args, *call);
+  const long long most = call->batch * args->experts.nodes(), first = pass.lay_out(nullptr);
   char* memory = (char*)scratch(BETWEEN, first + pass.lay_out_pairs(nullptr, most));
   if (!memory) return 1;
   pass.lay_out(memory), pass.lay_out_pairs(memory + first, most);

@@ -18,7 +18,7 @@ struct RaytraceArgs {
   const void* maps[4];  // of the hidden vector: the entry gate's (N, D) and (N); if gates see, (R, D) and (L-1, N, O, R)
 };
 
-// As class Call in cpp_joined.py: what a call brings; every field takes 8 bytes, tensors are contiguous.
+// As class Call in cpp_raytrace.py: what a call brings; every field takes 8 bytes, tensors are contiguous.
 struct RaytraceCall {
   long long batch, threads, chunk, num_chunks;
   void *active, *rates, *output;           // as in sequence.h
@@ -86,7 +86,6 @@ struct RaytraceKernel {
   bool (*answer)(const SureCall&, const void* vector, long long dim, long long row, long long look);
 };
 
-RaytraceKernel raytrace_kernel(const RaytraceArgs&);
 RaytraceKernel raytrace_kernel_baseline(const RaytraceArgs&);
 RaytraceKernel raytrace_kernel_avx2(const RaytraceArgs&);
 

@@ -22,18 +22,11 @@ struct Batch {
   char* gradients = nullptr;
   std::atomic<bool> failed{false};
 
-  explicit Batch(const SequenceArgs& args) : args(args), kernel(choose(args)) {
+  explicit Batch(const SequenceArgs& args) : args(args), kernel(RAYTRACED_KERNEL(sequence_kernel, (args))) {
     const long long smallest = 32, most = 32;
     range = (args.batch + most - 1) / most;
     range = range < smallest ? smallest : range;
     num_ranges = (args.batch + range - 1) / range;
-  }
-
-  static SequenceKernel choose(const SequenceArgs& args) {
-#if defined(__x86_64__)
-    if (instructions() == Instructions::avx2) return sequence_kernel_avx2(args);
-#endif
-    return sequence_kernel_baseline(args);
   }
 
   bool lay_out() {

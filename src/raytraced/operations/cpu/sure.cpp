@@ -3,6 +3,8 @@
 #include <atomic>
 #include <cstring>
 
+#include "instructions.h"
+#include "pairs.h"
 #include "raytrace.h"
 #include "threads.h"
 
@@ -22,7 +24,7 @@ constexpr i64 BLOCK = 256;
 template <typename T> struct Block {
   const RaytraceArgs& args;
   const SureCall& call;
-  const RaytraceKernel kernel = raytrace_kernel(args);
+  const RaytraceKernel kernel = RAYTRACED_KERNEL(raytrace_kernel, (args));
   const i64 L = args.sequence.layers, N = args.sequence.experts, S = args.sequence.steps, D = args.experts.dim();
   const i64 stream = args.experts.stream;
   i64 n = 0;

@@ -65,7 +65,7 @@ def test_outputs_and_gradients_are_those_of_the_plain_path(stream, estimator):
             continue
         layer = make(weighting=weighting, stream=stream, estimator=estimator, train_select=select)
         hidden = vectors(70, layer)
-        name = "steps" if looks and stream == "skip-sum" else "joined"
+        name = "steps" if looks and stream == "skip-sum" else "cpp"
         assert chosen(layer, hidden, looks=looks).name == name
         found = answers_and_gradients(layer, hidden, looks=looks)
         assert_same(found, answers_and_gradients(layer, hidden, "plain", looks=looks))
@@ -119,7 +119,7 @@ def test_neither_threads_nor_the_other_rows_change_a_bit():
 def test_what_it_cannot_do_the_parts_do():
     layer = make()
     hidden = vectors(8, layer)
-    assert chosen(layer, hidden) == ("joined", "not cpp: gradients may be wanted")
+    assert chosen(layer, hidden) == ("cpp", "the first choice")
     with torch.no_grad():
         assert chosen(layer, vectors(80, layer)).name == "steps"
     for force in ({"experts": "dense"}, {"sequence": "plain"}):  # whoever asks for a part gets it
