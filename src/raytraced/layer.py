@@ -4,6 +4,7 @@ Axes: B batch (any leading shape, flattened), L layers, S steps (layers, times t
 """
 
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from functools import partial
 from numbers import Integral
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
@@ -68,6 +69,7 @@ class Call(NamedTuple):
 
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Look(NamedTuple, Generic[T]):
@@ -79,6 +81,15 @@ class Look(NamedTuple, Generic[T]):
 
 # Sent, after each look, the rows (n,) of it that go on, None for all.
 Looks = Generator[Look[T], Tensor | None, None]
+
+
+def mapped(looks: Looks[T], change: Callable[[T], U]) -> Looks[U]:
+    """The same looks at what is made of each."""
+    with suppress(StopIteration):
+        found = next(looks)
+        while True:
+            kept_n = yield Look(change(found.out), found.ended)
+            found = looks.send(kept_n)
 
 
 class Draws:

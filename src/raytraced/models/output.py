@@ -3,8 +3,9 @@
 Axes: B batch, T tokens, Y classes or words.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, Self
@@ -12,7 +13,8 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from raytraced.layer import Looks, RoutedLayer, Work
+from raytraced.draws import fixed_draws
+from raytraced.layer import Call, LayerOutput, Looks, RoutedLayer, Work
 from raytraced.models.card import ModelCard
 from raytraced.models.sure import Sure, answer_when_sure
 from raytraced.sequence import Route, Select
@@ -91,12 +93,27 @@ class Model(nn.Module):
         generator: torch.Generator | None = None,
         rows: Tensor | None = None,
         mask: Tensor | None = None,
+        **own: Any,
     ) -> Output:
         """Answer, with at most `max_experts` experts; for each of `budgets` also the answer that so many would give.
 
         `looks` asks for the logits after each layer too. `judge` is given in training, to models that learn from more than
-        their last answer.
+        their last answer. What else a model takes goes to its `answer`.
         """
+        encoded, call = self.encode(inputs), Call(select, max_experts, generator, rows, looks)
+        if not budgets:
+            return self.answer(encoded, call, mask, judge, **own)
+        draws = fixed_draws(generator)
+        answer = self.answer(encoded, call._replace(generator=draws()), mask, judge, **own)
+        early = (Call(select, budget, draws(), rows) for budget in budgets)
+        return answer._replace(answers=tuple(self.answer(encoded, each, mask) for each in early))
+
+    def encode(self, inputs: Tensor) -> Tensor:
+        """What all answers to some inputs have in common: hidden vectors, or the inputs themselves."""
+        return inputs
+
+    def answer(self, encoded: Tensor, call: Call, mask: Tensor | None = None, judge: Judge | None = None) -> Output:
+        """One answer."""
         raise NotImplementedError
 
     def looks(self, inputs: Tensor, look: LookAt = "layer", **options: Any) -> Looks[Output]:
@@ -104,10 +121,24 @@ class Model(nn.Module):
         raise ValueError(f"{self.name}: has one answer only, it cannot stop when it is sure")
 
     def prefixes(
-        self, inputs: Tensor, most: int | None = None, *, mask: Tensor | None = None, **options: Any
+        self,
+        inputs: Tensor,
+        most: int | None = None,
+        *,
+        mask: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        **options: Any,
     ) -> Iterator[Output]:
-        """The answers with at most 0, 1, 2, … experts, until every sample's sequence has ended."""
-        raise ValueError(f"{self.name}: has one answer only; prefixes are for models that answer along the way")
+        """The answers with at most 0, 1, 2, … experts a routed layer, until every sample's sequence has ended."""
+        if not self.answers_along_the_way:
+            raise ValueError(f"{self.name}: has one answer only; prefixes are for models that answer along the way")
+        encoded, draws = self.encode(inputs), fixed_draws(generator)  # the same for every budget
+        num_nodes = max(layer.experts.num_layers * layer.experts.num_experts for layer in self.routed_layers())
+        for budget in range(1 + (num_nodes if most is None else min(most, num_nodes))):
+            out = self.answer(encoded, Call(max_experts=budget, generator=draws(), **options), mask)
+            yield out
+            if not any(bool((route.num_active == budget).any()) for route in out.routes):
+                return
 
     def work(self, inputs: Tensor, out: Output) -> dict[str, Work]:
         """What each answer took: "input", "routing", "experts" and "head"."""
@@ -142,6 +173,21 @@ class Model(nn.Module):
         return [module for module in self.modules() if isinstance(module, RoutedLayer)]
 
 
+def gathered(logits: Tensor, layers: Sequence[LayerOutput], judge: Judge | None = None) -> Output:
+    """An answer (B, Y) or (B, T, Y), and what routed layers did for it; decisions are judged by what they led to."""
+    losses = [out.loss for out in layers if out.loss is not None]
+    if judge is not None and any(out.judge for out in layers):
+        # what a token runs changes the answers to all that follow: it is judged by its whole text
+        each = judge(logits.detach()).repeat_interleave(prod(logits.shape[1:-1]))
+        losses += [out.judge(each) for out in layers if out.judge]
+    return Output(logits, tuple([out.route for out in layers]), torch.stack(losses).sum() if losses else None)
+
+
+def num_parameters(module: nn.Module) -> int:
+    """How many numbers a part has."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def linear_work(linear: nn.Linear) -> Work:
     """A linear layer on one vector."""
-    return Work(linear.weight.numel(), sum(parameter.numel() for parameter in linear.parameters()))
+    return Work(linear.weight.numel(), num_parameters(linear))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from raytraced import operations
 from raytraced.cost import num_parameters
-from raytraced.layer import Call, Look, Looks
+from raytraced.layer import Call, Look, Looks, mapped
 from raytraced.models.classifier import Classifier
 from raytraced.models.gpt import GPT
 from raytraced.models.output import Model, Output
@@ -96,7 +96,7 @@ class Served:
         # each prefix anew, in one call of the library: an answer is that of `max_experts`, bit for bit
         hidden_BD = self.model.input_block(inputs)
         steps = expert_looks(self.model.layer, hidden_BD, Call(**draws), max_experts, again=True)
-        return answers_of(self.model, steps)
+        return mapped(steps, self.model.answer_of)
 
     def told(self) -> dict[str, Any]:
         """What /api/models says of it."""
@@ -107,17 +107,6 @@ class Served:
         if isinstance(self.model, GPT):
             return about | {"context": self.model.context, "vocabulary": self.model.vocabulary}
         return about | {"image_shape": list(self.image_shape), "labels": list(self.labels)}
-
-
-def answers_of(model: Classifier, steps: Looks[Any]) -> Looks[Output]:
-    """What a model makes of its layer's vectors."""
-    found = next(steps)
-    while True:
-        kept_n = yield Look(model.answer(found.out), found.ended)
-        try:
-            found = steps.send(kept_n)
-        except StopIteration:
-            return
 
 
 def text_looks(model: Model, tokens_1T: Tensor, max_experts: int | None, **draws: Any) -> Looks[Output]:
