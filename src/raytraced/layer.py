@@ -6,6 +6,7 @@ Axes: B batch (any leading shape, flattened), L layers, S steps (layers, times t
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import partial
+from inspect import signature
 from numbers import Integral
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
@@ -158,6 +159,11 @@ class Router(nn.Module):
         """What it took to decide for each sample: all steps, or the first `num_steps` (B,)."""
         steps = self.num_layers * self.num_rounds if num_steps is None else num_steps
         return Work(*(part * steps for part in self.step_work()))
+
+    def extra_repr(self) -> str:
+        """Its options, as far as it keeps them under their names."""
+        options = (name for name, each in signature(type(self)).parameters.items() if each.kind == each.KEYWORD_ONLY)
+        return ", ".join(f"{name}={getattr(self, name)}" for name in options if hasattr(self, name))
 
 
 class RoutedLayer(nn.Module):

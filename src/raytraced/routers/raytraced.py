@@ -185,9 +185,6 @@ class RaytracedRouter(Router):
         N, L = self.num_experts, self.num_layers
         return [(N + 1) * (1 if layer == 0 else N) if layer < L - 1 else 0 for layer in range(L)]
 
-    def extra_repr(self) -> str:
-        return f"weighting={self.weighting}, estimator={self.estimator}, stop={self.stop}, train_select={self.train_select}"
-
 
 class RaytracedExperts(RoutedLayer):
     """A grid of experts of which every input vector runs its own sequence; hidden (..., D) in and out.
