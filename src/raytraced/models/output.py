@@ -51,7 +51,7 @@ class Output(NamedTuple):
 class Model(nn.Module):
     """What training, evaluation and cost may ask of a model, whatever its inputs are."""
 
-    card: ModelCard | None = None
+    card = ModelCard("", {}, {})  # of a model made by hand, that of nobody
     answers_along_the_way = False
 
     def forward(
@@ -73,7 +73,7 @@ class Model(nn.Module):
             return self.run(inputs, mask=mask, **options)
         started = perf_counter()
         if sure == "calibrated":
-            found = self.card.calibration if self.card else {}
+            found = self.card.calibration
             require(bool(found), "sure", sure, f"{self.name} is not calibrated; do that with raytraced calibrate")
             sure, look = found["sure"], look or found["look"]
         require(max_ms is None or max_ms > 0, "max_ms", max_ms, "must be above 0")
@@ -166,7 +166,7 @@ class Model(nn.Module):
     @property
     def name(self) -> str:
         """As the table of models has it, else that of its class."""
-        return self.card.model if self.card else type(self).__name__
+        return self.card.model or type(self).__name__
 
     def routed_layers(self) -> list[RoutedLayer]:
         """All routed layers, from the input to the output."""

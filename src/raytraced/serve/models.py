@@ -60,7 +60,6 @@ class Served:
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """(channels, height, width)."""
-        assert self.model.card is not None
         channels, height, width = self.model.card.spec["image_shape"]
         return channels, height, width
 
@@ -101,7 +100,6 @@ class Served:
     def told(self) -> dict[str, Any]:
         """What /api/models says of it."""
         card, about = self.model.card, {"name": self.name, "parameters": num_parameters(self.model)}
-        assert card is not None
         about |= {"model": card.model, "task": card.task, "data": card.data}
         about |= {"answers_along_the_way": self.model.answers_along_the_way, "calibrated": bool(card.calibration)}
         if isinstance(self.model, GPT):
@@ -145,7 +143,7 @@ def serve_model(source: str) -> Served:
     if name in ("model", "best"):  # the file in a run folder
         name = path.resolve().parent.name
     model = load(source)
-    if model.card is None or (model.card.task is None and not isinstance(model, GPT)):
+    if model.card.task is None and not isinstance(model, GPT):
         raise ValueError(f"{source}: its card names no task, so nobody knows what to ask it")
     if not isinstance(model, GPT) and model.card.task != "images":
         raise ValueError(f"{source}: is of the task {model.card.task}; the server answers images and text")

@@ -72,7 +72,6 @@ class TextTask(Task[Dataset]):
 
     def load_for(self, model: Model, data: str, root: str | None = None) -> Dataset:
         """In the windows and tokens that a model knows."""
-        assert model.card is not None
         spec, trained = model.card.spec, model.card.training.get("data_options", {})
         own = {name: spec[name] for name in ("context", "tokenizer") if name in spec}
         loaded = self.load(data, root, **{name: value for name, value in trained.items() if name != "tokenizer"} | own)
@@ -81,7 +80,6 @@ class TextTask(Task[Dataset]):
 
     def check_fits(self, model: Model, data: Dataset) -> None:
         """Refuse tokens that the model does not know."""
-        assert model.card is not None
         if data.vocabulary != model.card.spec.get("vocabulary", 256):
             known = model.card.spec.get("vocabulary", 256)
             raise ValueError(f"data={data.name}: has {data.vocabulary} different tokens; {model.name} knows {known}")
