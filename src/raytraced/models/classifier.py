@@ -124,7 +124,11 @@ class Classifier(Model):
         return hidden_BD
 
     def answer(self, encoded: Tensor, call: Call, mask: Tensor | None = None, judge: Judge | None = None) -> Output:
-        return self.answer_of(self.layer(encoded, mask=mask, **call._asdict()), judge)
+        select, most, generator, rows, looks = call  # not _asdict: one image waits for it
+        out = self.layer(
+            encoded, select=select, max_experts=most, generator=generator, rows=rows, looks=looks, mask=mask
+        )
+        return self.answer_of(out, judge)
 
     def answer_of(self, out: LayerOutput, judge: Judge | None = None) -> Output:
         """What a layer's vectors say."""

@@ -58,33 +58,6 @@ class Model(nn.Module):
         self,
         inputs: Tensor,
         *,
-        sure: Sure | Literal["calibrated"] | None = None,
-        max_ms: float | None = None,
-        look: LookAt | None = None,
-        mask: Tensor | None = None,
-        **options: Any,
-    ) -> Output:
-        """Answer; the options are those of `run`.
-
-        With `sure` each sample stops at the first answer whose largest probability reaches it, or the one that was found on
-        validation data ("calibrated"); after `max_ms` milliseconds all do. `look` says after what an answer is looked at.
-        """
-        if sure is None and max_ms is None:
-            return self.run(inputs, mask=mask, **options)
-        started = perf_counter()
-        if sure == "calibrated":
-            found = self.card.calibration
-            require(bool(found), "sure", sure, f"{self.name} is not calibrated; do that with raytraced calibrate")
-            sure, look = found["sure"], look or found["look"]
-        require(max_ms is None or max_ms > 0, "max_ms", max_ms, "must be above 0")
-        deadline = None if max_ms is None else started + max_ms / 1000
-        looks = self.looks(inputs, look or "layer", **options)
-        return answer_when_sure(looks, 1.0 if sure is None else sure, mask, deadline)  # type: ignore[arg-type]
-
-    def run(
-        self,
-        inputs: Tensor,
-        *,
         select: Select | None = None,
         max_experts: int | None = None,
         budgets: tuple[int, ...] = (),
@@ -93,14 +66,32 @@ class Model(nn.Module):
         generator: torch.Generator | None = None,
         rows: Tensor | None = None,
         mask: Tensor | None = None,
+        sure: Sure | Literal["calibrated"] | None = None,
+        max_ms: float | None = None,
+        look: LookAt | None = None,
         **own: Any,
     ) -> Output:
         """Answer, with at most `max_experts` experts; for each of `budgets` also the answer that so many would give.
 
         `looks` asks for the logits after each layer too. `judge` is given in training, to models that learn from more than
         their last answer. What else a model takes goes to its `answer`.
+
+        With `sure` each sample stops at the first answer whose largest probability reaches it, or the one that was found on
+        validation data ("calibrated"); after `max_ms` milliseconds all do. `look` says after what an answer is looked at.
         """
-        encoded, call = self.encode(inputs), Call(select, max_experts, generator, rows, looks)
+        call = Call(select, max_experts, generator, rows, looks)
+        if sure is not None or max_ms is not None:
+            started = perf_counter()
+            require(not budgets, "budgets", budgets, "must be left out with sure or max_ms: they ask for one answer")
+            if sure == "calibrated":
+                found = self.card.calibration
+                require(bool(found), "sure", sure, f"{self.name} is not calibrated; do that with raytraced calibrate")
+                sure, look = found["sure"], look or found["look"]
+            require(max_ms is None or max_ms > 0, "max_ms", max_ms, "must be above 0")
+            deadline = None if max_ms is None else started + max_ms / 1000
+            steps = self.looks(inputs, look or "layer", **call._asdict())
+            return answer_when_sure(steps, 1.0 if sure is None else sure, mask, deadline)  # type: ignore[arg-type]
+        encoded = self.encode(inputs)
         if not budgets:
             return self.answer(encoded, call, mask, judge, **own)
         draws = fixed_draws(generator)
