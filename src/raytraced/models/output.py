@@ -89,7 +89,7 @@ class Model(nn.Module):
                 sure, look = found["sure"], look or found["look"]
             require(max_ms is None or max_ms > 0, "max_ms", max_ms, "must be above 0")
             deadline = None if max_ms is None else started + max_ms / 1000
-            steps = self.looks(inputs, look or "layer", **call._asdict())
+            steps = self.looks(inputs, look or "layer", **call._asdict(), **own)
             return answer_when_sure(steps, 1.0 if sure is None else sure, mask, deadline)  # type: ignore[arg-type]
         encoded = self.encode(inputs)
         if not budgets:
