@@ -78,9 +78,11 @@ def test_greedy_generation_is_the_decoders_own_with_a_cache_and_without(model, t
 
 def test_generation_computes_each_token_once(model, tokens, monkeypatch):
     lengths = []
-    run = model.model.run
+    answer = model.model.answer
     monkeypatch.setattr(
-        model.model, "run", lambda inputs, **call: lengths.append(inputs.shape[1]) or run(inputs, **call)
+        model.model,
+        "answer",
+        lambda tokens, *call, **own: lengths.append(tokens.shape[1]) or answer(tokens, *call, **own),
     )
     model.generate(tokens, max_new_tokens=5, do_sample=False)
     assert lengths == [9, 1, 1, 1, 1]

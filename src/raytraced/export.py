@@ -183,7 +183,7 @@ def export(
         require(not missing, "format", format, f"needs {' and '.join(missing)}; pip install 'raytraced[onnx]'")
     graph = _graph(model, prefixes)
     program = trace(graph, pixels)
-    card = json.dumps(asdict(model.card), default=lambda value: type(value).__name__)  # type: ignore[arg-type]
+    card = json.dumps(asdict(model.card), default=lambda value: type(value).__name__)
     try:
         content = _as_onnx(program, graph.inputs, opset, card) if format == "onnx" else _as_torch(program, card)
     except Exception as error:
@@ -215,7 +215,7 @@ def _graph(model: Model, prefixes: bool) -> "RaytracedGraph | RivalGraph":
     if not isinstance(model, Classifier):
         name = model.name if isinstance(model, Model) else type(model).__name__
         raise ValueError(f"{name}: cannot be exported; only classifiers of images with one answer a sample can")
-    if model.card is None or not model.card.model:
+    if not (model.card and model.card.model):
         raise ValueError(f"{type(model).__name__}: has no card with a name; make it by raytraced.build or load")
     if not all(bool(values.isfinite().all()) for values in model.state_dict().values()):
         raise ValueError(f"{model.name}: its weights are not finite: they diverged, or are damaged; train it anew")

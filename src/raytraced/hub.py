@@ -13,7 +13,7 @@ from raytraced.files import write_file
 from raytraced.models.card import ModelCard
 from raytraced.models.output import Model
 from raytraced.models.table import find_model
-from raytraced.saving import load, save
+from raytraced.saving import known_card, load, save
 from raytraced.words import require
 
 WEIGHTS, CONFIG, PAGE = "model.safetensors", "config.json", "README.md"
@@ -35,12 +35,7 @@ def save_pretrained(
     model: Model, folder: str | Path, *, run: str | Path | None = None, name: str | None = None
 ) -> None:
     """Write a model's weights, config and page into a folder; `run` is the run folder whose figures the page tells."""
-    folder, card = Path(folder), model.card
-    if card is None or not card.model:
-        problem = "has no card" if card is None else "its card has no model name"
-        raise ValueError(
-            f"{type(model).__name__}: {problem}; only a model made by raytraced.build or load can be shared"
-        )
+    folder, card = Path(folder), known_card(model, "shared")
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     figures = {} if run is None else read_figures(Path(run), card, num_parameters)
     page = write_page(name or folder.resolve().name, card, num_parameters, figures)

@@ -4,7 +4,9 @@ Axes: B batch (any leading shape, flattened), L layers, S steps (layers, times t
 """
 
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from functools import partial
+from inspect import signature
 from numbers import Integral
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
@@ -68,6 +70,7 @@ class Call(NamedTuple):
 
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Look(NamedTuple, Generic[T]):
@@ -79,6 +82,15 @@ class Look(NamedTuple, Generic[T]):
 
 # Sent, after each look, the rows (n,) of it that go on, None for all.
 Looks = Generator[Look[T], Tensor | None, None]
+
+
+def mapped(looks: Looks[T], change: Callable[[T], U]) -> Looks[U]:
+    """The same looks at what is made of each."""
+    with suppress(StopIteration):
+        found = next(looks)
+        while True:
+            kept_n = yield Look(change(found.out), found.ended)
+            found = looks.send(kept_n)
 
 
 class Draws:
@@ -147,6 +159,11 @@ class Router(nn.Module):
         """What it took to decide for each sample: all steps, or the first `num_steps` (B,)."""
         steps = self.num_layers * self.num_rounds if num_steps is None else num_steps
         return Work(*(part * steps for part in self.step_work()))
+
+    def extra_repr(self) -> str:
+        """Its options, as far as it keeps them under their names."""
+        options = (name for name, each in signature(type(self)).parameters.items() if each.kind == each.KEYWORD_ONLY)
+        return ", ".join(f"{name}={getattr(self, name)}" for name in options if hasattr(self, name))
 
 
 class RoutedLayer(nn.Module):

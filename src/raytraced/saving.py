@@ -28,13 +28,18 @@ class DamagedFileError(ValueError):
 
 def save(model: Model, path: str | Path) -> None:
     """Write a model, its card and all, to a file, whole or not at all."""
+    save_tensors(Path(path), model.state_dict(), known_card(model, "saved"))
+
+
+def known_card(model: Model, done: str) -> ModelCard:
+    """The card of a model with which something is to be done that needs one."""
     card: ModelCard | None = getattr(model, "card", None)  # a module that is none of ours has no such thing
     if card is None or not card.model:
-        problem = "has no card" if card is None else "its card has no model name"
+        problem = "its card has no model name" if card and card.spec else "has no card"
         raise ValueError(
-            f"{type(model).__name__}: {problem}; only a model made by raytraced.build or load can be saved"
+            f"{type(model).__name__}: {problem}; only a model made by raytraced.build or load can be {done}"
         )
-    save_tensors(Path(path), model.state_dict(), card)
+    return card
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], card: ModelCard) -> None:
@@ -102,8 +107,6 @@ def read_tensors(path: Path, file_format: str, entry: str) -> tuple[dict[str, Te
     length = int.from_bytes(content[:8], "little")
     if len(content) < 8 or content[8:9] != b"{":
         raise DamagedFileError(f"{path}: foreign: is not a safetensors file")
-    if len(content) < 8 + length:
-        raise DamagedFileError(f"{path}: cut: ends inside its header, at byte {len(content)}")
     try:
         metadata = json.loads(content[8 : 8 + length]).get("__metadata__", {})
         tensors = decode(content)

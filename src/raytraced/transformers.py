@@ -18,6 +18,7 @@ from raytraced.models.gpt import GPT, Block
 from raytraced.models.output import Output
 from raytraced.models.table import build, complete_options
 from raytraced.routing import RoutingNetwork
+from raytraced.saving import known_card
 from raytraced.words import require
 
 try:
@@ -128,12 +129,9 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
         """The same decoder, not a copy, for transformers; `.model` is the way back."""
         if not isinstance(gpt, GPT):
             raise ValueError(f"{type(gpt).__name__}: must be a language model, one whose name begins with gpt-")
-        if gpt.card is None:
-            raise ValueError(
-                f"{type(gpt).__name__}: has no card; only a model made by raytraced.build or load can be used"
-            )
+        values = config_values(known_card(gpt, "used"))
         with torch.device("meta"):
-            made = cls(RaytracedConfig(**config_values(gpt.card)))
+            made = cls(RaytracedConfig(**values))
         made.model = gpt
         return made.train(gpt.training)
 

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from raytraced.data.hashing import SHUFFLE, permutation
-from raytraced.draws import fixed_draws
-from raytraced.layer import Call, LayerOutput, RoutedLayer, Work
-from raytraced.models.output import Model, Output, linear_work
-from raytraced.routers.prefixes import prefixes
+from raytraced.layer import Call, RoutedLayer, Work
+from raytraced.models.output import Judge, Model, Output, gathered, linear_work
 from raytraced.tasks import task
 from raytraced.tasks.task import Batch, Table, Task
 
@@ -43,27 +41,15 @@ class ByteModel(Model):
         self.layer, self.head = make_layer(), nn.Linear(dim, 256)
         self.answers_along_the_way = self.layer.answers_along_the_way
 
-    def forward(self, inputs, *, max_experts=None, budgets=(), judge=None, generator=None, rows=None, **options):
-        hidden, draws = self.embed(inputs), fixed_draws(generator)
-        options |= {"rows": self.number(inputs, rows)}
-        out = self.layer(hidden, max_experts=max_experts, generator=draws(), **options)
-        answers = (self.layer(hidden, max_experts=budget, generator=draws(), **options) for budget in budgets)
-        return self.answer(out)._replace(answers=tuple(map(self.answer, answers)))
-
-    def prefixes(self, inputs, most=None, *, rows=None, mask=None, **options):
-        call = Call(rows=self.number(inputs, rows), **options)
-        return map(self.answer, prefixes(self.layer, self.embed(inputs), most, call, mask))
-
-    def embed(self, inputs: Tensor) -> Tensor:
+    def encode(self, inputs: Tensor) -> Tensor:
         return self.embedding(inputs) + self.places
 
-    def number(self, inputs: Tensor, rows: Tensor | None) -> Tensor:
-        """A number for each byte (B, T), from those of the windows (B,)."""
-        rows = torch.arange(len(inputs)) if rows is None else rows
-        return rows[:, None] * inputs.shape[-1] + torch.arange(inputs.shape[-1])
-
-    def answer(self, out: LayerOutput) -> Output:
-        return Output(self.head(out.hidden), (out.route,), out.loss)
+    def answer(self, encoded: Tensor, call: Call, mask: Tensor | None = None, judge: Judge | None = None) -> Output:
+        windows, num_bytes = encoded.shape[:2]
+        rows = torch.arange(windows) if call.rows is None else call.rows
+        call = call._replace(rows=rows[:, None] * num_bytes + torch.arange(num_bytes))  # a number for each byte (B, T)
+        out = self.layer(encoded, mask=mask, **call._asdict())
+        return gathered(self.head(out.hidden), [out], judge)
 
     def work(self, inputs: Tensor, out: Output) -> dict[str, Work]:
         looked_up = Work(0, 2 * self.embedding.embedding_dim)

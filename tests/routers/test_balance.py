@@ -9,7 +9,7 @@ from raytraced.layer import routed_layer
 from raytraced.routers.aux_free import AuxFree
 from raytraced.routers.chain import ChainOfExperts
 from raytraced.routers.choosing import balance_loss
-from raytraced.routers.null_experts import NullExperts, null_balance_loss
+from raytraced.routers.null_experts import NullExperts
 from raytraced.routers.relu import ReLURouting
 from raytraced.routers.threshold import Threshold
 from raytraced.routers.top_any import TopAny, diversity_loss
@@ -38,7 +38,7 @@ def test_null_experts_share_their_mean_load():
     chosen = torch.tensor([[1, 0, 1, 0, 0]] * 4 + [[0, 1, 0, 1, 0]] * 3).double()
     # Of 14 choices: 4 and 3 of the true experts, 4 + 3 + 0 of the three null ones, 7/3 each.
     share = torch.tensor([4, 3, 7 / 3, 7 / 3, 7 / 3], dtype=torch.float64) / 14
-    torch.testing.assert_close(null_balance_loss(probs, chosen, num_null=3), 5 * (share * probs.mean(0)).sum())
+    torch.testing.assert_close(balance_loss(probs, chosen, num_null=3), 5 * (share * probs.mean(0)).sum())
 
 
 def test_orthogonal_directions_cost_only_their_length():

@@ -170,7 +170,7 @@ def test_what_a_machine_cannot_translate_is_told_in_one_line_and_nothing_else_is
     def fail(*args, **options):
         raise RuntimeError("no compiler\nand forty lines of where")
 
-    monkeypatch.setattr(objective.model, "run", fail)
+    monkeypatch.setattr(objective.model, "answer", fail)
     kind, told = (ValueError, r"compile=True: the model cannot be compiled here \(no compiler\)") if compiled else (
         RuntimeError, "no compiler\nand forty lines of where")  # fmt: skip
     with pytest.raises(kind, match=told):

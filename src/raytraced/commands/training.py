@@ -142,7 +142,6 @@ def open_model(source: str, data: str | None, data_root: str | None) -> "tuple[M
     near = (Path(source), *Path(source).parents[:2])
     config = next((RunFolder(folder).config for folder in near if (folder / "config.yaml").is_file()), None)
     model = load(source)
-    assert model.card is not None
     name = data or (config.data if config else model.card.data)
     if name is None:
         raise ValueError(f"{source}: its card names no data; say which with --data")
@@ -179,7 +178,6 @@ def calibrate(
     require(place.parent != PRETRAINED, "run", run, "is a shipped model and stays as it is; say where to with --file")
     model, task, dataset = open_model(source, data, data_root)
     found = calibration(model, task, dataset, within, look)
-    assert model.card is not None
     model.card = replace(model.card, calibration=found)
     save(model, place)
     if json:
@@ -227,7 +225,7 @@ def predict(
     from raytraced.training.world import choose_device
 
     model = load(source)
-    if model.card is None or model.card.task is None:
+    if model.card.task is None:
         raise ValueError(f"{source}: its card names no task, so nobody knows how to read files for it")
     picture = None if sequence is None else Path(sequence)
     asked = {"max_experts": max_experts, "sure": sure}

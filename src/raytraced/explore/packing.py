@@ -21,7 +21,7 @@ OPTIONS = ("num_layers", "num_experts", "stream", "weighting", "stop", "estimato
 
 def why_not(model: Model) -> str | None:
     """Why a model cannot run in the page, None if it can."""
-    if not isinstance(model, Classifier | GPT) or model.card is None:
+    if not isinstance(model, Classifier | GPT) or not model.card.model:
         return "only models made by raytraced.build or load, of images or of text, run in the page"
     for layer in model.routed_layers():
         if not isinstance(layer, RaytracedExperts):
@@ -37,7 +37,6 @@ def pack_model(name: str, model: Model) -> dict[str, Any]:
     """All that engine.js asks for."""
     if reason := why_not(model):
         raise ValueError(f"{name}: {reason}")
-    assert model.card is not None
     state, spec = model.state_dict(), model.card.spec
     numbers = np.concatenate([tensor.detach().cpu().float().numpy().ravel() for tensor in state.values()])
     pack: dict[str, Any] = {

@@ -38,7 +38,6 @@ def pack(name: str, model: Model, root: str | None) -> dict[str, Any]:
     found = pack_model(name, model)
     if not isinstance(model, Classifier):
         return found
-    assert model.card is not None
     data = model.card.data
     try:
         if data is not None and at_hand(data, root):

@@ -4,7 +4,6 @@ Axes: B batch, C channels, H × W pixels, D width, Y classes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from numbers import Integral
 from typing import Any
 
@@ -12,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from raytraced import operations
-from raytraced.draws import fixed_draws
-from raytraced.layer import Call, LayerOutput, Look, Looks, RoutedLayer, Work
-from raytraced.models.output import Judge, LookAt, Model, Output, linear_work
+from raytraced.layer import Call, LayerOutput, Looks, RoutedLayer, Work, mapped
+from raytraced.models.output import Judge, LookAt, Model, Output, gathered, linear_work, num_parameters
 from raytraced.models.sure import answer_when_sure
 from raytraced.routers.prefixes import expert_looks, prefixes
 from raytraced.routers.raytraced import RaytracedExperts
-from raytraced.sequence import Select
 from raytraced.words import require, require_one_of
 
 STAGES = (4, 8, 16)  # channels after each convolution
@@ -99,10 +96,9 @@ class InputBlock(nn.Module):
 
     def work(self) -> Work:
         """What one image takes."""
-        linear, (_, height, width) = linear_work(self.linear), self.image_shape
+        _, height, width = self.image_shape
         stages = sum(weight.numel() * (height >> s) * (width >> s) for s, weight in enumerate(self.weights))
-        parameters = sum(parameter.numel() for parameter in (*self.weights, *self.biases))
-        return Work(stages + linear.multiply_adds, parameters + linear.parameters)
+        return Work(stages + self.linear.weight.numel(), num_parameters(self))
 
 
 class Classifier(Model):
@@ -124,53 +120,37 @@ class Classifier(Model):
         self.head = nn.Linear(dim, num_classes)
         self.answers_along_the_way = self.layer.answers_along_the_way
 
-    def run(
-        self,
-        inputs: Tensor,
-        *,
-        select: Select | None = None,
-        max_experts: int | None = None,
-        budgets: tuple[int, ...] = (),
-        looks: bool = False,
-        judge: Judge | None = None,
-        generator: torch.Generator | None = None,
-        rows: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> Output:
-        hidden_BD, layer = self.input_block(inputs), self.layer
-        options: dict[str, Any] = {"select": select, "rows": rows, "mask": mask}
-        draws = fixed_draws(generator) if budgets else None
-        generator = draws() if draws else generator
-        out = layer(hidden_BD, max_experts=max_experts, generator=generator, looks=looks, **options)
-        if out.looks is None:
-            answer = self.answer(out)
-        else:
-            seen = self.head(out.looks)
-            answer = Output(seen[-1], (out.route,), out.loss, looks=seen)
-        if judge is not None and out.judge is not None:
-            policy_loss = out.judge(judge(answer.logits.detach()))
-            answer = answer._replace(loss=policy_loss if out.loss is None else out.loss + policy_loss)
-        if draws is None:
-            return answer
-        early = (layer(hidden_BD, max_experts=budget, generator=draws(), **options) for budget in budgets)
-        return answer._replace(answers=tuple(map(self.answer, early)))
+    def encode(self, inputs: Tensor) -> Tensor:
+        hidden_BD: Tensor = self.input_block(inputs)
+        return hidden_BD
 
-    def answer(self, out: LayerOutput) -> Output:
+    def answer(self, encoded: Tensor, call: Call, mask: Tensor | None = None, judge: Judge | None = None) -> Output:
+        select, most, generator, rows, looks = call  # not _asdict: one image waits for it
+        out = self.layer(
+            encoded, select=select, max_experts=most, generator=generator, rows=rows, looks=looks, mask=mask
+        )
+        return self.answer_of(out, judge)
+
+    def answer_of(self, out: LayerOutput, judge: Judge | None = None) -> Output:
         """What a layer's vectors say."""
-        return Output(self.head(out.hidden), (out.route,), out.loss)
+        if out.looks is None:
+            return gathered(self.head(out.hidden), (out,), judge)
+        seen = self.head(out.looks)
+        return gathered(seen[-1], (out,), judge)._replace(looks=seen)
 
     def until_sure(
         self,
         inputs: Tensor,
+        call: Call,
         sure: list[float],
         look: LookAt,
         mask: Tensor | None,
         deadline: float | None,
-        **options: Any,
+        **own: Any,
     ) -> Output:
-        if not isinstance(self.layer, RaytracedExperts) or look != "layer" or deadline is not None:
-            return super().until_sure(inputs, sure, look, mask, deadline, **options)
-        hidden_BD, call = self.input_block(inputs), Call(**options)
+        if not isinstance(self.layer, RaytracedExperts) or look != "layer" or deadline is not None or own:
+            return super().until_sure(inputs, call, sure, look, mask, deadline, **own)
+        hidden_BD = self.encode(inputs)
 
         def in_looks() -> operations.Answered:
             out = answer_when_sure(self._looks(hidden_BD, look, call), sure, mask)
@@ -180,37 +160,28 @@ class Classifier(Model):
         return Output(logits_BY, (route,), num_looks=looks_B)
 
     def looks(self, inputs: Tensor, look: LookAt = "layer", **options: Any) -> Looks[Output]:
-        return self._looks(self.input_block(inputs), look, Call(**options))
+        return self._looks(self.encode(inputs), look, Call(**options))
 
     def _looks(self, hidden_BD: Tensor, look: LookAt, call: Call) -> Looks[Output]:
         if look == "layer":
-            steps = self.layer.looks(hidden_BD, call)
-        else:
-            require_one_of("look", look, ("layer", "expert"))
-            if not isinstance(self.layer, RaytracedExperts):
-                raise ValueError(f"look=expert: {self.name} has no order of experts; look after each layer")
-            steps = expert_looks(self.layer, hidden_BD, call._replace(max_experts=None), call.max_experts)
-        kept_n: Tensor | None = None
-        with suppress(StopIteration):
-            found = next(steps)
-            while True:
-                kept_n = yield Look(self.answer(found.out), found.ended)
-                found = steps.send(kept_n)
+            return mapped(self.layer.looks(hidden_BD, call), self.answer_of)
+        require_one_of("look", look, ("layer", "expert"))
+        if not isinstance(self.layer, RaytracedExperts):
+            raise ValueError(f"look=expert: {self.name} has no order of experts; look after each layer")
+        return mapped(
+            expert_looks(self.layer, hidden_BD, call._replace(max_experts=None), call.max_experts), self.answer_of
+        )
 
     def prefixes(
         self, inputs: Tensor, most: int | None = None, *, mask: Tensor | None = None, **options: Any
     ) -> Iterator[Output]:
         if not isinstance(self.layer, RaytracedExperts):
             return super().prefixes(inputs, most, mask=mask, **options)
-        return map(self.answer, prefixes(self.layer, self.input_block(inputs), most, Call(**options), mask))
+        return map(self.answer_of, prefixes(self.layer, self.encode(inputs), most, Call(**options), mask))
 
     def work(self, inputs: Tensor, out: Output) -> dict[str, Work]:
-        (route,), head = out.routes, linear_work(self.head)
-        if out.num_looks is None:
-            return {"input": self.input_block.work(), **self.layer.work(route), "head": head}
-        heads = Work(head.multiply_adds * out.num_looks, head.parameters)  # the same one at every look
-        return {
-            "input": self.input_block.work(),
-            **self.layer.work(route, (out.num_looks - 1).clamp_min(0)),
-            "head": heads,
-        }
+        (route,), head, num_steps = out.routes, linear_work(self.head), None
+        if out.num_looks is not None:
+            num_steps = (out.num_looks - 1).clamp_min(0)
+            head = Work(head.multiply_adds * out.num_looks, head.parameters)  # the same one at every look
+        return {"input": self.input_block.work(), **self.layer.work(route, num_steps), "head": head}

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from raytraced.draws import fixed_draws
-from raytraced.layer import LayerOutput, RoutedLayer, Work
-from raytraced.models.output import Judge, Model, Output, linear_work
-from raytraced.sequence import Select
+from raytraced.layer import Call, LayerOutput, RoutedLayer, Work
+from raytraced.models.output import Judge, Model, Output, gathered, linear_work, num_parameters
 from raytraced.words import require
 
 BASE = 10_000.0  # of the rotary wavelengths
@@ -96,7 +94,8 @@ class Block(nn.Module):
 class GPT(Model):
     """A decoder: pre-norm, rotary positions, output weights tied to the embedding; of each block, the experts are routed.
 
-    A budget holds for each block: `max_experts=2` lets a token run two experts in every one of them.
+    A budget holds for each block: `max_experts=2` lets a token run two experts in every one of them. What a block gives is
+    what the next one sees, so answers with other budgets are computed anew.
     """
 
     layer_defaults = {"dim": 96, "hidden": 192, "num_hidden": 1, "weighting": "rates", "sight_rank": 16}  # noqa: RUF012
@@ -125,18 +124,12 @@ class GPT(Model):
         self.norm = nn.LayerNorm(dim)
         self.answers_along_the_way = self.routed_layers()[0].answers_along_the_way
 
-    def run(
+    def answer(
         self,
-        inputs: Tensor,
-        *,
-        select: Select | None = None,
-        max_experts: int | None = None,
-        budgets: tuple[int, ...] = (),
-        looks: bool = False,
-        judge: Judge | None = None,
-        generator: torch.Generator | None = None,
-        rows: Tensor | None = None,
+        encoded: Tensor,
+        call: Call,
         mask: Tensor | None = None,
+        judge: Judge | None = None,
         cache: Cache | None = None,
     ) -> Output:
         """Tokens (B, T) -> the logits (B, T, V) of the token after each; with a cache they follow those it has seen.
@@ -144,43 +137,20 @@ class GPT(Model):
         In place of tokens their vectors (B, T, D) may be given, as the embedding has them. A mask (B, S) is that of all tokens,
         those of the cache first.
         """
-        require(not looks, "looks", looks, "must be False: what a block gives is what the next one sees, not an answer")
-        draws = fixed_draws(generator) if budgets else None
-        place: dict[str, Any] = {"select": select, "rows": rows, "mask": mask}
-        answer, layers = self.decode(
-            inputs, cache, max_experts=max_experts, generator=draws() if draws else generator, **place
-        )
-        if judge is not None and any(out.judge for out in layers):
-            # what a token runs changes the answers to all that follow: it is judged by its whole text
-            losses_BT = judge(answer.logits.detach())[:, None].expand(inputs.shape[:2]).reshape(-1)
-            policy_loss = torch.stack([out.judge(losses_BT) for out in layers if out.judge]).sum()
-            answer = answer._replace(loss=policy_loss if answer.loss is None else answer.loss + policy_loss)
-        if draws is None:
-            return answer
-        early = (self.decode(inputs, None, max_experts=budget, generator=draws(), **place)[0] for budget in budgets)
-        return answer._replace(answers=tuple(early))
-
-    def decode(
-        self, tokens_BT: Tensor, cache: Cache | None, *, rows: Tensor | None, mask: Tensor | None, **call: Any
-    ) -> tuple[Output, list[LayerOutput]]:
-        """The answer, and what each block's layer gave."""
-        self.check(tokens_BT, mask, cache)
+        rule = "must be False: what a block gives is what the next one sees, not an answer"
+        require(not call.looks, "looks", call.looks, rule)
+        self.check(encoded, mask, cache)
         start = 0 if cache is None else len(cache)
-        positions_T = torch.arange(start, start + tokens_BT.shape[1], device=tokens_BT.device)
-        rows_B = torch.arange(len(tokens_BT), device=tokens_BT.device) if rows is None else rows
-        call |= {
-            "rows": rows_B[:, None] * self.context + positions_T,
-            "mask": None if mask is None else mask[:, start:],
-        }
+        positions_T = torch.arange(start, start + encoded.shape[1], device=encoded.device)
+        rows_B = torch.arange(len(encoded), device=encoded.device) if call.rows is None else call.rows
+        options = call._replace(rows=rows_B[:, None] * self.context + positions_T)._asdict()
+        options["mask"] = None if mask is None else mask[:, start:]
         seen_BTS = who_is_seen(positions_T, start, mask)
-        x_BTD, layers = self.embed(tokens_BT) * self.embedding.embedding_dim**0.5, []
+        x_BTD, layers = self.embed(encoded) * self.embedding.embedding_dim**0.5, []
         for number, block in enumerate(self.blocks):
-            x_BTD, out = block(x_BTD, positions_T, seen_BTS, cache, number, **call)
+            x_BTD, out = block(x_BTD, positions_T, seen_BTS, cache, number, **options)
             layers.append(out)
-        losses = [out.loss for out in layers if out.loss is not None]
-        logits_BTV = linear(self.norm(x_BTD), self.embedding.weight)
-        routes = tuple(out.route for out in layers)
-        return Output(logits_BTV, routes, torch.stack(losses).sum() if losses else None), layers
+        return gathered(linear(self.norm(x_BTD), self.embedding.weight), layers, judge)
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """The vectors of tokens (B, T, D), or those that were given in their place."""
@@ -202,26 +172,6 @@ class GPT(Model):
         require(length <= self.context, "tokens", length, f"must be at most context={self.context}")
         fits = mask is None or mask.shape == (len(tokens_BT), length)
         require(fits, "mask", getattr(mask, "shape", None), f"must be ({len(tokens_BT)}, {length}), all tokens so far")
-
-    def prefixes(
-        self,
-        inputs: Tensor,
-        most: int | None = None,
-        *,
-        mask: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        **options: Any,
-    ) -> Iterator[Output]:
-        """The answers with at most 0, 1, 2, … experts a block: what a block gives is what the next one sees, so each anew."""
-        if not self.answers_along_the_way:
-            super().prefixes(inputs, most)
-        draws = fixed_draws(generator)  # the same for every budget
-        num_nodes = max(layer.experts.num_layers * layer.experts.num_experts for layer in self.routed_layers())
-        for budget in range(1 + (num_nodes if most is None else min(most, num_nodes))):
-            out = self(inputs, max_experts=budget, mask=mask, generator=draws(), **options)
-            yield out
-            if not any(bool((route.num_active == budget).any()) for route in out.routes):
-                return
 
     def work(self, inputs: Tensor, out: Output) -> dict[str, Work]:
         head = Work(self.embedding.weight.numel(), self.embedding.weight.numel() + num_parameters(self.norm))
@@ -297,8 +247,3 @@ def draw_token(logits_BV: Tensor, temperature: float, top_p: float, generator: t
     kept_BV = probs_BV * (before_BV < top_p)
     drawn_B1 = torch.multinomial(kept_BV, 1, generator=generator)
     return order_BV.gather(-1, drawn_B1)[:, 0]
-
-
-def num_parameters(module: nn.Module) -> int:
-    """How many numbers a part has."""
-    return sum(parameter.numel() for parameter in module.parameters())

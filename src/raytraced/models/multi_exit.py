@@ -3,18 +3,18 @@
 Axes: B batch, D width, Y classes, L hidden layers, n the rows that go on.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from raytraced.layer import Look, Looks, Work
+from raytraced.layer import Call, Look, Looks, Work
 from raytraced.models.classifier import InputBlock
 from raytraced.models.output import Judge, LookAt, Model, Output, linear_work
 from raytraced.models.sure import answer_when_sure
 from raytraced.routers.dense import MLPLayers
-from raytraced.sequence import Route, Select
+from raytraced.sequence import Route
 from raytraced.words import check_budget, require
 
 
@@ -52,99 +52,57 @@ class MultiExitClassifier(Model):
         self.input_block, self.layer = InputBlock(image_shape, dim, mean, std), make_layer()
         self.heads = nn.ModuleList(nn.Linear(dim, num_classes) for _ in range(self.layer.num_blocks + 1))
 
-    def run(
-        self,
-        inputs: Tensor,
-        *,
-        select: Select | None = None,
-        max_experts: int | None = None,
-        budgets: tuple[int, ...] = (),
-        looks: bool = False,
-        judge: Judge | None = None,
-        generator: torch.Generator | None = None,
-        rows: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> Output:
-        require(select in (None, "greedy"), "select", repr(select), "must be greedy: nothing is drawn here")
-        check_budget(max_experts)
-        hidden_BD = self.input_block(inputs)
+    def encode(self, inputs: Tensor) -> Tensor:
+        hidden_BD: Tensor = self.input_block(inputs)
+        return hidden_BD
 
-        def answer(budget: int | None, judge: Judge | None = None) -> Output:
-            if self.training:
-                return self.run_all(hidden_BD, budget, mask, judge)
-            return answer_when_sure(self.exits(hidden_BD, budget), self.layer.confidence, mask)
-
-        return answer(max_experts, judge)._replace(answers=tuple(answer(budget) for budget in budgets))
-
-    def prefixes(
-        self, inputs: Tensor, most: int | None = None, *, mask: Tensor | None = None, **options: Any
-    ) -> Iterator[Output]:
-        hidden_BD = self.input_block(inputs)
-        for budget in range(self.num_run(most) + 1):
-            out = answer_when_sure(self.exits(hidden_BD, budget), self.layer.confidence, mask)
-            yield out
-            if not bool((out.num_experts == budget).any()):
-                return
+    def answer(self, encoded: Tensor, call: Call, mask: Tensor | None = None, judge: Judge | None = None) -> Output:
+        require(call.select in (None, "greedy"), "select", repr(call.select), "must be greedy: nothing is drawn here")
+        check_budget(call.max_experts)
+        if not self.training:
+            return answer_when_sure(self.answers(encoded, call.max_experts), self.layer.confidence, mask)
+        *early, last_BY = self.exits(encoded, self.num_run(call.max_experts))
+        rows_n = torch.arange(len(encoded), device=encoded.device) if mask is None else mask.nonzero()[:, 0]
+        loss = None
+        if judge is not None and early:
+            total = sum((judge(logits_BY)[rows_n].sum() for logits_BY in early), encoded.new_zeros(()))
+            loss = total / max(len(rows_n), 1)
+        num_B = torch.zeros(len(encoded), dtype=torch.int64, device=encoded.device)
+        num_B[rows_n] = len(early)
+        return Output(last_BY, (self.route(num_B, encoded.dtype),), loss)
 
     def looks(self, inputs: Tensor, look: LookAt = "layer", **options: Any) -> Looks[Output]:
         require(look == "layer", "look", look, "must be layer: there is an answer after each")
-        return self.exits(self.input_block(inputs), options.get("max_experts"))
+        return self.answers(self.encode(inputs), options.get("max_experts"))
 
-    def exits(self, hidden_nD: Tensor, budget: int | None) -> Looks[Output]:
-        """The answers of one exit after the other, of the rows that go on."""
-        active_nL1, num_layers = self.no_layer(hidden_nD), self.num_run(budget)
+    def answers(self, hidden_BD: Tensor, budget: int | None) -> Looks[Output]:
+        """What each exit says, and the layers that it took."""
+        num_layers, kept_n = self.num_run(budget), None
+        exits = self.exits(hidden_BD, num_layers)
+        for layer in range(num_layers + 1):
+            logits_nY = exits.send(kept_n)
+            num_n = torch.full((len(logits_nY),), layer, device=logits_nY.device)
+            out = Output(logits_nY, (self.route(num_n, hidden_BD.dtype),))
+            kept_n = yield Look(out, num_n == num_layers)
+
+    def exits(self, hidden_nD: Tensor, num_layers: int) -> Generator[Tensor, Tensor | None, None]:
+        """The logits (n, Y) of one exit after the other, of the rows that go on: sent after each, None for all."""
         for layer in range(num_layers + 1):
             if layer:
-                hidden_nD, active_nL1 = self.step(layer - 1, hidden_nD), active_nL1.clone()
-                active_nL1[:, layer - 1] = 1
-            ended_n = torch.full_like(hidden_nD[:, 0], layer == num_layers, dtype=torch.bool)
-            kept_n = yield Look(self.output(self.answer(layer, hidden_nD), active_nL1), ended_n)
+                update_nD = self.layer.run_block(layer - 1, hidden_nD)
+                hidden_nD = hidden_nD + update_nD if self.layer.stream == "residual" else update_nD
+            kept_n = yield self.heads[layer](torch.relu(hidden_nD))
             if kept_n is not None:
-                hidden_nD, active_nL1 = hidden_nD[kept_n], active_nL1[kept_n]
-
-    def run_all(
-        self, hidden_BD: Tensor, budget: int | None, mask_B: Tensor | None = None, judge: Judge | None = None
-    ) -> Output:
-        """Every exit on every row; the answer is the last one's."""
-        num_layers = self.num_run(budget)
-        answers = [self.answer(0, hidden_BD)]
-        for layer in range(num_layers):
-            hidden_BD = self.step(layer, hidden_BD)
-            answers.append(self.answer(layer + 1, hidden_BD))
-        active_BL1, rows_n, early = self.no_layer(hidden_BD), self.rows(hidden_BD, mask_B), answers[:-1]
-        active_BL1[rows_n, :num_layers] = 1
-        loss = None
-        if judge is not None and early:
-            total = sum((judge(answer_BY)[rows_n].sum() for answer_BY in early), hidden_BD.new_zeros(()))
-            loss = total / max(len(rows_n), 1)
-        return self.output(answers[-1], active_BL1)._replace(loss=loss)
-
-    def rows(self, hidden_BD: Tensor, mask_B: Tensor | None) -> Tensor:
-        """The rows that are not padding (n,)."""
-        return torch.arange(len(hidden_BD), device=hidden_BD.device) if mask_B is None else mask_B.nonzero()[:, 0]
+                hidden_nD = hidden_nD[kept_n]
 
     def num_run(self, budget: int | None) -> int:
         """How many layers a budget allows."""
         return self.layer.num_blocks if budget is None else min(self.layer.num_blocks, budget)
 
-    def step(self, layer: int, hidden_BD: Tensor) -> Tensor:
-        """The stream after one more hidden layer."""
-        update_BD = self.layer.run_block(layer, hidden_BD)
-        return hidden_BD + update_BD if self.layer.stream == "residual" else update_BD
-
-    def answer(self, exit_index: int, hidden_BD: Tensor) -> Tensor:
-        """The logits of one exit (B, Y)."""
-        logits_BY: Tensor = self.heads[exit_index](torch.relu(hidden_BD))
-        return logits_BY
-
-    def no_layer(self, hidden_BD: Tensor) -> Tensor:
-        """A mask of no layer (B, L, 1); at least float32, as masks everywhere."""
-        dtype = torch.promote_types(hidden_BD.dtype, torch.float32)
-        return hidden_BD.new_zeros(len(hidden_BD), self.layer.num_blocks, 1, dtype=dtype)
-
-    def output(self, logits_BY: Tensor, active_BL1: Tensor) -> Output:
-        """An answer and the layers that it took."""
-        return Output(logits_BY, (Route(active_BL1, None, active_BL1.sum((-1, -2)).long(), None),))
+    def route(self, num_n: Tensor, dtype: torch.dtype) -> Route:
+        """Rows that ran their first so many layers; the mask (n, L, 1) is at least float32, as masks everywhere."""
+        ran_nL = torch.arange(self.layer.num_blocks, device=num_n.device) < num_n[:, None]
+        return Route(ran_nL[..., None].to(torch.promote_types(dtype, torch.float32)), None, num_n, None)
 
     def work(self, inputs: Tensor, out: Output) -> dict[str, Work]:
         head = linear_work(self.heads[0])  # type: ignore[arg-type]

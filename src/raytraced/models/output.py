@@ -3,8 +3,9 @@
 Axes: B batch, T tokens, Y classes or words.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, Self
@@ -12,7 +13,8 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from raytraced.layer import Looks, RoutedLayer, Work
+from raytraced.draws import fixed_draws
+from raytraced.layer import Call, LayerOutput, Looks, RoutedLayer, Work
 from raytraced.models.card import ModelCard
 from raytraced.models.sure import Sure, answer_when_sure, check_sure
 from raytraced.sequence import Route, Select
@@ -49,49 +51,10 @@ class Output(NamedTuple):
 class Model(nn.Module):
     """What training, evaluation and cost may ask of a model, whatever its inputs are."""
 
-    card: ModelCard | None = None
+    card = ModelCard("", {}, {})  # of a model made by hand, that of nobody
     answers_along_the_way = False
 
     def forward(
-        self,
-        inputs: Tensor,
-        *,
-        sure: Sure | Literal["calibrated"] | None = None,
-        max_ms: float | None = None,
-        look: LookAt | None = None,
-        mask: Tensor | None = None,
-        **options: Any,
-    ) -> Output:
-        """Answer; the options are those of `run`.
-
-        With `sure` each sample stops at the first answer whose largest probability reaches it, or the one that was found on
-        validation data ("calibrated"); after `max_ms` milliseconds all do. `look` says after what an answer is looked at.
-        """
-        if sure is None and max_ms is None:
-            return self.run(inputs, mask=mask, **options)
-        started = perf_counter()
-        if sure == "calibrated":
-            found = self.card.calibration if self.card else {}
-            require(bool(found), "sure", sure, f"{self.name} is not calibrated; do that with raytraced calibrate")
-            sure, look = found["sure"], look or found["look"]
-        require(max_ms is None or max_ms > 0, "max_ms", max_ms, "must be above 0")
-        deadline = None if max_ms is None else started + max_ms / 1000
-        thresholds = check_sure(1.0 if sure is None else sure)  # type: ignore[arg-type]
-        return self.until_sure(inputs, thresholds, look or "layer", mask, deadline, **options)
-
-    def until_sure(
-        self,
-        inputs: Tensor,
-        sure: list[float],
-        look: LookAt,
-        mask: Tensor | None,
-        deadline: float | None,
-        **options: Any,
-    ) -> Output:
-        """The first answer of each sample that reaches its look's threshold; a deadline, in perf_counter's time, ends all."""
-        return answer_when_sure(self.looks(inputs, look, **options), sure, mask, deadline)
-
-    def run(
         self,
         inputs: Tensor,
         *,
@@ -103,23 +66,83 @@ class Model(nn.Module):
         generator: torch.Generator | None = None,
         rows: Tensor | None = None,
         mask: Tensor | None = None,
+        sure: Sure | Literal["calibrated"] | None = None,
+        max_ms: float | None = None,
+        look: LookAt | None = None,
+        **own: Any,
     ) -> Output:
         """Answer, with at most `max_experts` experts; for each of `budgets` also the answer that so many would give.
 
         `looks` asks for the logits after each layer too. `judge` is given in training, to models that learn from more than
-        their last answer.
+        their last answer. What else a model takes goes to its `answer`.
+
+        With `sure` each sample stops at the first answer whose largest probability reaches it, or the one that was found on
+        validation data ("calibrated"); after `max_ms` milliseconds all do. `look` says after what an answer is looked at.
         """
+        call = Call(select, max_experts, generator, rows, looks)
+        if sure is not None or max_ms is not None:
+            started = perf_counter()
+            require(not budgets, "budgets", budgets, "must be left out with sure or max_ms: they ask for one answer")
+            if sure == "calibrated":
+                found = self.card.calibration
+                require(bool(found), "sure", sure, f"{self.name} is not calibrated; do that with raytraced calibrate")
+                sure, look = found["sure"], look or found["look"]
+            require(max_ms is None or max_ms > 0, "max_ms", max_ms, "must be above 0")
+            deadline = None if max_ms is None else started + max_ms / 1000
+            thresholds = check_sure(1.0 if sure is None else sure)  # type: ignore[arg-type]
+            return self.until_sure(inputs, call, thresholds, look or "layer", mask, deadline, **own)
+        encoded = self.encode(inputs)
+        if not budgets:
+            return self.answer(encoded, call, mask, judge, **own)
+        draws = fixed_draws(generator)
+        answer = self.answer(encoded, call._replace(generator=draws()), mask, judge, **own)
+        early = (Call(select, budget, draws(), rows) for budget in budgets)
+        return answer._replace(answers=tuple(self.answer(encoded, each, mask) for each in early))
+
+    def encode(self, inputs: Tensor) -> Tensor:
+        """What all answers to some inputs have in common: hidden vectors, or the inputs themselves."""
+        return inputs
+
+    def answer(self, encoded: Tensor, call: Call, mask: Tensor | None = None, judge: Judge | None = None) -> Output:
+        """One answer."""
         raise NotImplementedError
+
+    def until_sure(
+        self,
+        inputs: Tensor,
+        call: Call,
+        sure: list[float],
+        look: LookAt,
+        mask: Tensor | None,
+        deadline: float | None,
+        **own: Any,
+    ) -> Output:
+        """The first answer of each sample that reaches its look's threshold; a deadline, in perf_counter's time, ends all."""
+        return answer_when_sure(self.looks(inputs, look, **call._asdict(), **own), sure, mask, deadline)
 
     def looks(self, inputs: Tensor, look: LookAt = "layer", **options: Any) -> Looks[Output]:
         """The answers after no layer (or expert), after the first, the second, …, of samples that go on."""
         raise ValueError(f"{self.name}: has one answer only, it cannot stop when it is sure")
 
     def prefixes(
-        self, inputs: Tensor, most: int | None = None, *, mask: Tensor | None = None, **options: Any
+        self,
+        inputs: Tensor,
+        most: int | None = None,
+        *,
+        mask: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        **options: Any,
     ) -> Iterator[Output]:
-        """The answers with at most 0, 1, 2, … experts, until every sample's sequence has ended."""
-        raise ValueError(f"{self.name}: has one answer only; prefixes are for models that answer along the way")
+        """The answers with at most 0, 1, 2, … experts a routed layer, until every sample's sequence has ended."""
+        if not self.answers_along_the_way:
+            raise ValueError(f"{self.name}: has one answer only; prefixes are for models that answer along the way")
+        draws = fixed_draws(generator)  # the same for every budget
+        num_nodes = max(layer.experts.num_layers * layer.experts.num_experts for layer in self.routed_layers())
+        for budget in range(1 + (num_nodes if most is None else min(most, num_nodes))):
+            out = self(inputs, max_experts=budget, generator=draws(), mask=mask, **options)
+            yield out
+            if not any(bool((route.num_active == budget).any()) for route in out.routes):
+                return
 
     def work(self, inputs: Tensor, out: Output) -> dict[str, Work]:
         """What each answer took: "input", "routing", "experts" and "head"."""
@@ -147,13 +170,28 @@ class Model(nn.Module):
     @property
     def name(self) -> str:
         """As the table of models has it, else that of its class."""
-        return self.card.model if self.card else type(self).__name__
+        return self.card.model or type(self).__name__
 
     def routed_layers(self) -> list[RoutedLayer]:
         """All routed layers, from the input to the output."""
         return [module for module in self.modules() if isinstance(module, RoutedLayer)]
 
 
+def gathered(logits: Tensor, layers: Sequence[LayerOutput], judge: Judge | None = None) -> Output:
+    """An answer (B, Y) or (B, T, Y), and what routed layers did for it; decisions are judged by what they led to."""
+    losses = [out.loss for out in layers if out.loss is not None]
+    if judge is not None and any(out.judge for out in layers):
+        # what a token runs changes the answers to all that follow: it is judged by its whole text
+        each = judge(logits.detach()).repeat_interleave(prod(logits.shape[1:-1]))
+        losses += [out.judge(each) for out in layers if out.judge]
+    return Output(logits, tuple([out.route for out in layers]), torch.stack(losses).sum() if losses else None)
+
+
+def num_parameters(module: nn.Module) -> int:
+    """How many numbers a part has."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def linear_work(linear: nn.Linear) -> Work:
     """A linear layer on one vector."""
-    return Work(linear.weight.numel(), sum(parameter.numel() for parameter in linear.parameters()))
+    return Work(linear.weight.numel(), num_parameters(linear))

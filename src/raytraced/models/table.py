@@ -103,7 +103,7 @@ def build(name: str, **given: Any) -> "Model":
     # what a card does not tell stays the same when defaults change; None is no choice of ours
     spec |= {key: each.default for key, each in wanted.items() if key not in spec and each.default is not None}
     options = complete_options(name, given)
-    model: Model = made(partial(_make_layer, _import(info.layer), options), options["dim"], **spec)
+    model: Model = made(partial(_layer(info.layer)[0], **options), options["dim"], **spec)
     names = {} if class_names is None else {"class_names": list(class_names)}
     model.card = ModelCard(model=name, spec=spec | names, options=options)
     return model
@@ -112,7 +112,7 @@ def build(name: str, **given: Any) -> "Model":
 def complete_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """All options of a model's layer, checked, defaults spelled out: with them it stays the same when defaults change."""
     family, info = find_model(name)
-    known = _arguments(_import(info.layer))
+    _, known = _layer(info.layer)
     made = _import(info.model or FAMILIES[family])
     by_family, around = getattr(made, "layer_defaults", {}), inspect.signature(made).parameters if family else {}
     for option, value in given.items():
@@ -127,20 +127,16 @@ def complete_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     return own | info.defaults | by_family | (_import(info.recipe) if info.recipe else {}) | given
 
 
-def _make_layer(made: Any, options: dict[str, Any]) -> Any:
+def _layer(path: str) -> tuple[Callable[..., Any], dict[str, inspect.Parameter]]:
+    """What makes a layer, and its options; a router's are its own and those of the grid that it is put before."""
     from raytraced.layer import Router, routed_layer
 
-    return routed_layer(made, **options) if issubclass(made, Router) else made(**options)
-
-
-def _arguments(made: type) -> dict[str, inspect.Parameter]:
-    """The options of a layer's class; those of a router's are its own and those of the grid that it is put before."""
-    from raytraced.layer import Router, routed_layer
-
+    made = _import(path)
     own = dict(inspect.signature(made).parameters)
-    if issubclass(made, Router):
-        own = dict(inspect.signature(routed_layer).parameters) | own
-    return {name: each for name, each in own.items() if name not in ("router", "options")}
+    if not issubclass(made, Router):
+        return made, own
+    known = dict(inspect.signature(routed_layer).parameters) | own
+    return partial(routed_layer, made), {key: each for key, each in known.items() if key not in ("router", "options")}
 
 
 def _fits(value: Any, kind: Any) -> bool:

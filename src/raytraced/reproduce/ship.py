@@ -41,7 +41,6 @@ def ship(name: str, record: Record, run: Path, folder: Path, data_root: str | No
     shutil.copyfile(source, target)
     if record.sure:  # it learnt to be stopped early: say when
         model, task = load(source), find_task(record.data)
-        assert model.card is not None
         found = calibration(model, task, task.load_for(model, record.data, data_root), WITHIN, "layer")
         model.card = replace(model.card, calibration=found)
         save(model, target)

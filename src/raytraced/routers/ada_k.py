@@ -118,9 +118,3 @@ class AdaK(Router):
         gate, weight = super().step_work(), self.allocator_weight[0].numel()
         # The critic is needed in training only.
         return Work(gate.multiply_adds + weight, gate.parameters + weight + self.allocator_bias[0].numel())
-
-    def extra_repr(self) -> str:
-        return (
-            f"clip={self.clip}, policy_steps={self.policy_steps}, entropy={self.entropy}, "
-            f"expert_cost={self.expert_cost}"
-        )

@@ -38,6 +38,3 @@ class AuxFree(Router):
     def move_bias(self, layer: int, load_N: Tensor) -> None:
         """One step of the bias of a layer towards equal load."""
         self.bias[layer] += self.update_rate * (load_N.mean() - load_N).sign()
-
-    def extra_repr(self) -> str:
-        return f"k={self.k}, update_rate={self.update_rate}"

@@ -36,6 +36,3 @@ class ChainOfExperts(Router):
         active_BN = top_mask(probs_BN.detach(), self.k).to(probs_BN.dtype)
         loss = self.balance * balance_loss(probs_BN, active_BN) if self.balance and self.training else None
         return Choice(active_BN, probs_BN * active_BN, loss)
-
-    def extra_repr(self) -> str:
-        return f"k={self.k}, num_rounds={self.num_rounds}, balance={self.balance}"

@@ -26,12 +26,15 @@ def global_load(active_BN: Tensor) -> Tensor:
     return load_N
 
 
-def balance_loss(probs_BN: Tensor, active_BN: Tensor) -> Tensor:
+def balance_loss(probs_BN: Tensor, active_BN: Tensor, num_null: int = 0) -> Tensor:
     """N·Σᵢ fᵢ·Pᵢ (Switch, GShard): f the share of the load that expert i got, P its mean probability; 1 if uniform.
 
     The load is that of all processes, so that the mean of their losses is the loss of one process with the whole batch.
+    The last `num_null` do nothing and share their mean load: among them nothing needs balance.
     """
     load_N = global_load(active_BN.to(probs_BN.dtype))
+    if num_null:
+        load_N[-num_null:] = load_N[-num_null:].mean()
     share_N = load_N / load_N.sum().clamp_min(1)
     mean_probs_N = probs_BN.sum(0) / max(probs_BN.shape[0], 1)
     return probs_BN.shape[1] * (share_N * mean_probs_N).sum()

@@ -50,7 +50,7 @@ class DenseBlocks(RoutedLayer):
         """Every block on every row: nothing to sort and nothing to weigh."""
         active_BL1 = self.router.plan(hidden_BD, call).active  # type: ignore[union-attr]
         answer = run_stream(self.stream, self.num_blocks, hidden_BD, self.run_block, call.looks)
-        return looked(answer, call, Route(active_BL1, None, active_BL1.sum((-1, -2)).long(), None))
+        return looked(self.see(answer), call, Route(active_BL1, None, active_BL1.sum((-1, -2)).long(), None))
 
     def run_block(self, block: int, hidden_BD: Tensor) -> Tensor:
         """One block on all rows."""
@@ -64,10 +64,6 @@ class MLPLayers(DenseBlocks):
         require(num_layers >= 1, "num_layers", num_layers, "must be at least 1")
         # ReLU first, so that the input block's output is rectified once and another stream can pass it by.
         super().__init__(dim, num_layers, expert=lambda: nn.Sequential(nn.ReLU(), nn.Linear(dim, dim)), stream=stream)
-
-    def run(self, hidden_BD: Tensor, call: Call) -> LayerOutput:
-        out = super().run(hidden_BD, call)
-        return out._replace(hidden=self.see(out.hidden), looks=None if out.looks is None else self.see(out.looks))
 
     def see(self, hidden: Tensor) -> Tensor:
         return torch.relu(hidden)

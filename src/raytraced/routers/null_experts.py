@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from raytraced.layer import Choice, Draws, Router
-from raytraced.routers.choosing import global_load, top_mask
+from raytraced.routers.choosing import balance_loss, top_mask
 from raytraced.words import require
 
 
@@ -45,17 +45,4 @@ class NullExperts(Router):
         weights_BN = passed_BN / passed_BN.sum(-1, keepdim=True).clamp_min(torch.finfo(probs_BA.dtype).tiny)
         if not (self.balance and self.training):
             return Choice(active_BN, weights_BN)
-        return Choice(active_BN, weights_BN, self.balance * null_balance_loss(probs_BA, chosen_BA, self.num_null))
-
-    def extra_repr(self) -> str:
-        return f"k={self.k}, num_null={self.num_null}, balance={self.balance}"
-
-
-def null_balance_loss(probs_BA: Tensor, chosen_BA: Tensor, num_null: int) -> Tensor:
-    """Switch's balance loss, the null experts sharing their mean load: among them nothing needs balance."""
-    load_A = global_load(chosen_BA)
-    if num_null:
-        load_A[-num_null:] = load_A[-num_null:].mean()
-    share_A = load_A / load_A.sum().clamp_min(1)
-    mean_probs_A = probs_BA.sum(0) / max(probs_BA.shape[0], 1)
-    return probs_BA.shape[1] * (share_A * mean_probs_A).sum()
+        return Choice(active_BN, weights_BN, self.balance * balance_loss(probs_BA, chosen_BA, self.num_null))

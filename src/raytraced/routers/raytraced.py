@@ -164,14 +164,10 @@ class RaytracedRouter(Router):
             nodes = route.num_active.new_empty(*route.num_active.shape, 0)
         gate_L = torch.tensor(self.gate_sizes(), device=nodes.device)
         layers_L = torch.arange(L, device=nodes.device)
-        count_BL = torch.zeros(*nodes.shape[:-1], L, dtype=torch.int64, device=nodes.device)
-        work_B = count_BL.new_zeros(nodes.shape[:-1])
-        for node_B in nodes.unbind(-1):
-            drawn_B1 = (node_B >= 0)[..., None]
-            layer_B1 = (node_B // N)[..., None]
-            count_BL = count_BL + (drawn_B1 & (layers_L == layer_B1))
-            redone_BL = torch.where(layers_L == layer_B1, 1, count_BL) * (layers_L >= layer_B1) * drawn_B1
-            work_B = work_B + (redone_BL * gate_L).sum(-1)
+        drawn_BT1, layer_BT1 = (nodes >= 0)[..., None], (nodes // N)[..., None]
+        joins_BTL = drawn_BT1 & (layers_L == layer_BT1)
+        redone_BTL = torch.where(joins_BTL, 1, joins_BTL.cumsum(-2)) * (drawn_BT1 & (layers_L >= layer_BT1))
+        work_B, count_BL = (redone_BTL * gate_L).sum((-1, -2)), joins_BTL.sum(-2)
         weight, bias, rank = self.gate["weight"].numel(), self.gate["bias"].numel(), 0
         if self.sight_in is not None:  # seen once, and told to the gates of active nodes
             rank, weight = len(self.sight_in), weight + self.sight_in.numel()
@@ -184,9 +180,6 @@ class RaytracedRouter(Router):
         """The multiply-adds of one node's gate, W·x with W (O, K), in each layer; also its parameters. The last has none."""
         N, L = self.num_experts, self.num_layers
         return [(N + 1) * (1 if layer == 0 else N) if layer < L - 1 else 0 for layer in range(L)]
-
-    def extra_repr(self) -> str:
-        return f"weighting={self.weighting}, estimator={self.estimator}, stop={self.stop}, train_select={self.train_select}"
 
 
 class RaytracedExperts(RoutedLayer):

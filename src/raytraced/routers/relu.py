@@ -47,6 +47,3 @@ class ReLURouting(Router):
     def move_penalty(self, layer: int, mean_active: Tensor) -> None:
         """One step of the penalty of a layer towards k experts a row."""
         self.penalty[layer] *= self.pace ** (mean_active - self.k).sign()
-
-    def extra_repr(self) -> str:
-        return f"k={self.k}, pace={self.pace}"

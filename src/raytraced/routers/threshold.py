@@ -56,9 +56,6 @@ class Threshold(Router):
             weights_BN = weights_BN * (active_BN.sum(-1, keepdim=True) / weights_BN.sum(-1, keepdim=True))
         return Choice(active_BN, weights_BN, loss)
 
-    def extra_repr(self) -> str:
-        return f"threshold={self.threshold}, entropy={self.entropy}, balance={self.balance}, total={self.total}"
-
 
 def reach(probs_BN: Tensor, threshold: float) -> Tensor:
     """The fewest of the likeliest whose probabilities sum to the threshold, one at least, as booleans (B, N)."""

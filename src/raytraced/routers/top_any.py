@@ -71,9 +71,6 @@ class TopAny(Router):
     def step_work(self) -> Work:
         return Work(self.directions[0].numel(), self.directions[0].numel() + self.thresholds[0].numel())
 
-    def extra_repr(self) -> str:
-        return f"diversity={self.diversity}, removal={self.removal}"
-
 
 def diversity_loss(directions_ND: Tensor) -> Tensor:
     """How far the directions are from orthogonal, ‖ŴŴᵀ − I‖, plus their mean length."""

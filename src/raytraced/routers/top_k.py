@@ -49,6 +49,3 @@ class TopK(Router):
         if not (self.balance and self.training):
             return Choice(active_BN, weights_BN)
         return Choice(active_BN, weights_BN, self.balance * balance_loss(logits_BN.softmax(-1), active_BN))
-
-    def extra_repr(self) -> str:
-        return f"k={self.k}, balance={self.balance}, total={self.total}"

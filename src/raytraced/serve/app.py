@@ -259,7 +259,7 @@ def find_sure(sure: float | str | None, served: Served) -> tuple[tuple[float, ..
     look = "expert" if served.traced or served.codec else "layer"
     if sure != "calibrated":
         return (None if sure is None else (float(sure),)), look
-    found = served.model.card.calibration if served.model.card else {}
+    found = served.model.card.calibration
     if not found:
         raise ValueError(f"sure={sure}: {served.name} is not calibrated; do that with raytraced calibrate")
     levels = found["sure"] if isinstance(found["sure"], list | tuple) else [found["sure"]]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from raytraced import operations
 from raytraced.cost import num_parameters
-from raytraced.layer import Call, Look, Looks
+from raytraced.layer import Call, Look, Looks, mapped
 from raytraced.models.classifier import Classifier
 from raytraced.models.gpt import GPT
 from raytraced.models.output import Model, Output
@@ -60,7 +60,6 @@ class Served:
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """(channels, height, width)."""
-        assert self.model.card is not None
         channels, height, width = self.model.card.spec["image_shape"]
         return channels, height, width
 
@@ -96,28 +95,16 @@ class Served:
         # each prefix anew, in one call of the library: an answer is that of `max_experts`, bit for bit
         hidden_BD = self.model.input_block(inputs)
         steps = expert_looks(self.model.layer, hidden_BD, Call(**draws), max_experts, again=True)
-        return answers_of(self.model, steps)
+        return mapped(steps, self.model.answer_of)
 
     def told(self) -> dict[str, Any]:
         """What /api/models says of it."""
         card, about = self.model.card, {"name": self.name, "parameters": num_parameters(self.model)}
-        assert card is not None
         about |= {"model": card.model, "task": card.task, "data": card.data}
         about |= {"answers_along_the_way": self.model.answers_along_the_way, "calibrated": bool(card.calibration)}
         if isinstance(self.model, GPT):
             return about | {"context": self.model.context, "vocabulary": self.model.vocabulary}
         return about | {"image_shape": list(self.image_shape), "labels": list(self.labels)}
-
-
-def answers_of(model: Classifier, steps: Looks[Any]) -> Looks[Output]:
-    """What a model makes of its layer's vectors."""
-    found = next(steps)
-    while True:
-        kept_n = yield Look(model.answer(found.out), found.ended)
-        try:
-            found = steps.send(kept_n)
-        except StopIteration:
-            return
 
 
 def text_looks(model: Model, tokens_1T: Tensor, max_experts: int | None, **draws: Any) -> Looks[Output]:
@@ -156,7 +143,7 @@ def serve_model(source: str) -> Served:
     if name in ("model", "best"):  # the file in a run folder
         name = path.resolve().parent.name
     model = load(source)
-    if model.card is None or (model.card.task is None and not isinstance(model, GPT)):
+    if model.card.task is None and not isinstance(model, GPT):
         raise ValueError(f"{source}: its card names no task, so nobody knows what to ask it")
     if not isinstance(model, GPT) and model.card.task != "images":
         raise ValueError(f"{source}: is of the task {model.card.task}; the server answers images and text")

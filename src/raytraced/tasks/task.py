@@ -172,7 +172,6 @@ class Task(ABC, Generic[D]):
 
     def load_for(self, model: Model, data: str, root: str | None = None) -> D:
         """A data set in the form that a trained model takes; refuses one that it was not made for, in one line."""
-        assert model.card is not None
         trained = model.card.training.get("data_options", {})
         loaded = self.load(data, root, **trained | self.form(model.card.spec))
         self.check_fits(model, loaded)

@@ -104,7 +104,6 @@ def _train(
     model = task.build(config.model, data, config.model_options)
     # a path of one machine is no business of who gets the model
     training = {key: value for key, value in asdict(config).items() if key not in (*PRIVATE_FIELDS, "data")}
-    assert model.card is not None
     card = replace(model.card, task=task.name, data=data.name, training=training)
     model.to(world.device)
     if config.compile:

@@ -43,7 +43,6 @@ class Trace(NamedTuple):
 @torch.no_grad()
 def draw_sequences(model: Classifier, split: Split, path: Path, num_images: int = 5, num_searched: int = 500) -> None:
     """Draw images of a split that use few experts, many, and numbers between, as a PNG."""
-    assert model.card is not None
     names = model.card.spec["class_names"]
     model = model.cpu().eval()
     images = split.images[:num_searched].cpu()

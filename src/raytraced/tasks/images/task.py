@@ -55,7 +55,6 @@ class ImageTask(Task[Dataset]):
 
     def check_fits(self, model: Model, data: Dataset) -> None:
         """Refuse images of another shape, and a class that the model does not know."""
-        assert model.card is not None
         shape, names = tuple(model.card.spec["image_shape"]), known_classes(model)
         rule = f"has images of shape {data.image_shape}; {model.name} was trained on {shape}"
         require(data.image_shape == shape, "data", data.name, rule)
@@ -125,7 +124,6 @@ class ImageTask(Task[Dataset]):
     def predict(
         self, model: Model, paths: Sequence[str], top: int, asked: dict[str, Any], picture: Path | None
     ) -> list[dict[str, Any]]:
-        assert model.card is not None
         (channels, height, width), names = model.card.spec["image_shape"], known_classes(model)
         require(1 <= top <= len(names), "top", top, f"must lie in 1 … {len(names)}, the number of classes")
         if not model.answers_along_the_way:
@@ -179,7 +177,6 @@ def tell_inverted(files: Sequence[Path], images: Tensor, mean: float) -> None:
 
 def known_classes(model: Model) -> tuple[str, ...]:
     """The names of a model's classes; where it was given none, their numbers."""
-    assert model.card is not None
     return tuple(model.card.spec.get("class_names") or map(str, range(model.card.spec["num_classes"])))
 
 

@@ -58,7 +58,6 @@ class TextTask(Task[Dataset]):
 
     def check_fits(self, model: Model, data: Dataset) -> None:
         """Refuse tokens that the model does not know."""
-        assert model.card is not None
         known = model.card.spec.get("vocabulary", 256)
         rule = f"has {data.vocabulary} different tokens; {model.name} knows {known}"
         require(data.vocabulary == known, "data", data.name, rule)
