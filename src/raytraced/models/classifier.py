@@ -158,7 +158,7 @@ class Classifier(Model):
         """What a layer's vectors say."""
         return Output(self.head(out.hidden), (out.route,), out.loss)
 
-    def looks(self, inputs: Tensor, look: LookAt = "layer", **options: Any) -> Looks[Output]:
+    def looks(self, inputs: Tensor, look: LookAt = "layer", again: bool = False, **options: Any) -> Looks[Output]:
         hidden_BD, call = self.input_block(inputs), Call(**options)
         if look == "layer":
             steps = self.layer.looks(hidden_BD, call)
@@ -166,7 +166,7 @@ class Classifier(Model):
             require_one_of("look", look, ("layer", "expert"))
             if not isinstance(self.layer, RaytracedExperts):
                 raise ValueError(f"look=expert: {self.name} has no order of experts; look after each layer")
-            steps = expert_looks(self.layer, hidden_BD, call._replace(max_experts=None), call.max_experts)
+            steps = expert_looks(self.layer, hidden_BD, call._replace(max_experts=None), call.max_experts, again)
         kept_n: Tensor | None = None
         with suppress(StopIteration):
             found = next(steps)

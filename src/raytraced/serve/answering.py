@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raytraced.cost import sample_cost
 from raytraced.models.gpt import GPT
-from raytraced.models.output import Output
+from raytraced.models.output import LookAt, Output
 from raytraced.serve.models import Served
 from raytraced.words import require
 
@@ -32,9 +32,8 @@ class Asked:
     select: str | None = None
     seed: int = 0
     max_experts: int | None = None
-    sure: tuple[float, ...] | None = None
-    """how sure at each look, the last for all that follow"""
-    look: str = "expert"
+    sure: float | None = None
+    look: LookAt = "expert"
     deadline: float | None = None
     every: bool = False
     """whether each answer along the way is wanted"""
@@ -48,7 +47,7 @@ class Asked:
         if self.deadline is not None:
             self.urgent = self.deadline
         if self.sure is not None:  # as the probabilities are rounded
-            self.sure = tuple(torch.tensor(self.sure).tolist())
+            self.sure = torch.tensor(self.sure).item()
 
     @property
     def along(self) -> bool:
@@ -68,12 +67,9 @@ class Asked:
         """How many rows one call may take."""
         return 1 if self.look == "layer" or self.drawing is not None else self.served.num_rows
 
-    def stop(self, number: int, surest: float, ended: bool, reached: bool, next_end: float) -> str | None:
-        """Why this answer, the one after `number` looks, is the last; None: it is not.
-
-        `next_end` is when the next one could be there.
-        """
-        sure = self.served.own_sure if self.sure is None else self.sure[min(number, len(self.sure) - 1)]
+    def stop(self, surest: float, ended: bool, reached: bool, next_end: float) -> str | None:
+        """Why this answer is the last, None if it is not; `next_end` is when the next one could be there."""
+        sure = self.served.own_sure if self.sure is None else self.sure
         if sure is not None and surest >= sure:
             return "sure"
         if ended or reached:
@@ -128,7 +124,7 @@ def look_along(asked: list[Asked]) -> Iterator[list[Delivery]]:
         now = perf_counter()
         next_end, told, stays = now + 1.5 * (now - began), [], []
         for row, one in enumerate(asked):
-            stop = one.stop(number, surest_n[row], bool(ended_n[row]), reached_n[row], next_end)
+            stop = one.stop(surest_n[row], bool(ended_n[row]), reached_n[row], next_end)
             if not one.gone and stop is None:
                 stays.append(row)
             if not one.gone and (stop or one.every):
@@ -238,14 +234,15 @@ def path_of(served: Served, out: Output, row: int) -> Answer:
     return path
 
 
-def check_asked(served: Served, **options: Any) -> None:
+def check_asked(served: Served, given: dict[str, Any]) -> None:
     """Refuse options that a model does not know, as the library does."""
-    if not served.model.answers_along_the_way:
-        for name in ("select", "max_experts"):
-            rule = f"only for models that answer along the way, {served.name} does not"
-            require(options.get(name) is None, name, options.get(name), rule)
-        if served.codec:
-            for name in ("sure", "max_ms", "trace", "stream"):
-                given = options.get(name)
-                is_left_out = given is None or given is False  # a threshold of 0 is one
-                require(is_left_out, name, given, f"{served.name} has one answer only")
+    if served.model.answers_along_the_way:
+        return
+    rules = dict.fromkeys(
+        ("select", "max_experts"), f"only for models that answer along the way, {served.name} does not"
+    )
+    if served.codec:
+        rules |= dict.fromkeys(("sure", "max_ms", "trace", "stream"), f"{served.name} has one answer only")
+    for name, rule in rules.items():
+        value = given.get(name)
+        require(value is None or value is False, name, value, rule)  # a threshold of 0 is one

@@ -2,7 +2,6 @@
 
 import asyncio
 import ipaddress
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -58,11 +57,7 @@ class Guard:
             self.check(scope, works)
             await self.app(scope, receive, send_on)
         except RefusedError as error:
-            headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-            headers += [(b"retry-after", b"1")] if error.status in (429, 503) else []
-            body = json.dumps({"error": {"rule": error.rule, "message": error.message}}).encode()
-            await send_on({"type": "http.response.start", "status": error.status, "headers": headers})
-            await send_on({"type": "http.response.body", "body": body})
+            await error.response()(scope, receive, send_on)
         finally:
             self.state.under_way -= works
             path = scope["path"] if scope["path"] in self.paths else "other"
