@@ -27,8 +27,7 @@ class Asked:
 
     served: Served
     inputs: Tensor  # (1, …)
-    deliver: Callable[[Answer | Exception, bool], None]
-    """called with each answer that is wanted, or a fault, and whether it is the last"""
+    deliver: Callable[["Delivery"], None]
     select: str | None = None
     seed: int = 0
     max_experts: int | None = None
@@ -78,6 +77,7 @@ class Asked:
 
 
 Delivery = tuple[Asked, Answer | Exception, bool]
+"""who asked, an answer that is wanted or a fault, and whether it is the last"""
 
 
 def answer(asked: list[Asked]) -> Iterator[list[Delivery]]:

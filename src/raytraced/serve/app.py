@@ -64,7 +64,8 @@ class Server:
     def hand_out(self, delivered: list[Delivery]) -> None:
         """What a step gave, to those who asked."""
         metrics = self.state.metrics
-        for asked, answer, last in delivered:
+        for delivery in delivered:
+            asked, answer, last = delivery
             if last and isinstance(answer, dict):
                 name = asked.served.name
                 metrics.add("raytraced_answers_total", model=name, stop=answer["stop"])
@@ -73,7 +74,7 @@ class Server:
                 if asked.deadline is not None:
                     late = max(0.0, perf_counter() - asked.deadline - SENDING)
                     metrics.observe("raytraced_overshoot_seconds", late)
-            asked.deliver(answer, last)
+            asked.deliver(delivery)
 
     async def read(self, request: Request, **more: Any) -> tuple[dict[str, Any], list[Tensor], dict[str, Any]]:
         """The body of a request as it was given, its inputs, and the options of `Asked` that it stands for."""
@@ -97,24 +98,20 @@ class Server:
 
     async def answers(self, inputs: list[Tensor], **options: Any) -> AsyncIterator[tuple[int, Answer]]:
         """What is said of each input, with its number, as it comes; once nobody listens the work stops."""
-        queue: asyncio.Queue[tuple[int, Answer | Exception, bool]] = asyncio.Queue()
-
-        def deliver_to(number: int) -> Callable[[Answer | Exception, bool], None]:
-            return lambda answer, last: queue.put_nowait((number, answer, last))
-
-        asked = [Asked(inputs=one, deliver=deliver_to(number), **options) for number, one in enumerate(inputs)]
-        self.worker.submit(asked)
-        left = len(asked)
+        queue: asyncio.Queue[Delivery] = asyncio.Queue()
+        numbers = {Asked(inputs=one, deliver=queue.put_nowait, **options): n for n, one in enumerate(inputs)}
+        self.worker.submit(list(numbers))
+        left = len(numbers)
         try:
             while left:
-                number, answer, last = await queue.get()
+                asked, answer, last = await queue.get()
                 if isinstance(answer, Exception):
                     raise RefusedError(*FAILED)
                 left -= last
-                yield number, answer
+                yield numbers[asked], answer
         finally:
-            for one in asked:
-                one.gone = True
+            for asked in numbers:
+                asked.gone = True
 
     async def events(
         self, inputs: list[Tensor], change: Callable[[Answer], Answer] = lambda answer: answer, **options: Any
@@ -131,9 +128,10 @@ class Server:
         trace, steps = given.get("trace", False), [list[Answer]() for _ in inputs]
         async for number, answer in self.answers(inputs, every=trace, **options):
             steps[number].append(answer)
-        answers = [all_of_one[-1] for all_of_one in steps]
+        answers = [told[-1] for told in steps]
         if trace:
-            answers = [one | {"trace": list(map(step_of, steps[number]))} for number, one in enumerate(answers)]
+            for one, told in zip(answers, steps, strict=True):
+                one["trace"] = [{name: value for name, value in step.items() if name != "stop"} for step in told]
         return send_json({"model": options["served"].name, "answers": answers})
 
     async def stream(self, request: Request) -> Response:
@@ -210,11 +208,6 @@ def find_sure(sure: float | str | None, served: Served) -> tuple[float | None, s
     found = served.model.card.calibration if served.model.card else {}
     require(bool(found), "sure", sure, f"{served.name} is not calibrated; do that with raytraced calibrate")
     return found["sure"], served.look if served.codec else found["look"]
-
-
-def step_of(answer: Answer) -> Answer:
-    """An answer as a step of a trace."""
-    return {name: value for name, value in answer.items() if name != "stop"}
 
 
 async def refuse(request: Request, error: Exception) -> Response:
