@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -13,13 +14,12 @@ from raytraced.files import write_file
 from raytraced.models.card import ModelCard
 from raytraced.models.output import Model
 from raytraced.models.table import find_model
-from raytraced.saving import load, save
+from raytraced.saving import load, require_card, save
 from raytraced.words import require
 
 WEIGHTS, CONFIG, PAGE = "model.safetensors", "config.json", "README.md"
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 REPO_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-HIDDEN = ("tokenizer",)  # a whole file, too long for a page
 # what transformers calls the parts of a card
 NAMES = {
     "vocabulary": "vocab_size",
@@ -35,30 +35,19 @@ def save_pretrained(
     model: Model, folder: str | Path, *, run: str | Path | None = None, name: str | None = None
 ) -> None:
     """Write a model's weights, config and page into a folder; `run` is the run folder whose figures the page tells."""
-    folder, card = Path(folder), model.card
-    if card is None or not card.model:
-        problem = "has no card" if card is None else "its card has no model name"
-        raise ValueError(
-            f"{type(model).__name__}: {problem}; only a model made by raytraced.build or load can be shared"
-        )
+    folder, card = Path(folder), require_card(model, "shared")
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     figures = {} if run is None else read_figures(Path(run), card, num_parameters)
     page = write_page(name or folder.resolve().name, card, num_parameters, figures)
-    try:
-        config = json.dumps(config_values(card), indent=2)
-    except TypeError as error:
-        raise ValueError(f"{card.model}: its card holds more than plain values, a file cannot: {error}") from error
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         save(model, folder / WEIGHTS)
-        write_file(folder / CONFIG, config + "\n")
+        write_file(folder / CONFIG, json.dumps(config_values(card), indent=2) + "\n")
         write_file(folder / PAGE, page)
-    except OSError:
+    except (OSError, ValueError):
         if is_new:  # nothing rather than a half
-            for file in folder.iterdir():
-                file.unlink()
-            folder.rmdir()
+            shutil.rmtree(folder)
         raise
 
 
@@ -72,13 +61,13 @@ def from_pretrained(
 ) -> Model:
     """The model of a folder, a file, a shipped model's name or a repository "owner/name" of the Hub, ready to evaluate."""
     path = Path(source)
-    if path.is_dir() and not (path / WEIGHTS).exists():
-        refuse_pickles(str(source), [file.name for file in path.iterdir()])
-    elif path.is_file():
-        refuse_pickles(str(source), [path.name])
-    elif not path.exists() and REPO_ID.fullmatch(str(source)):
+    if not path.exists() and REPO_ID.fullmatch(str(source)):
         where = {"revision": revision, "token": token, "cache_dir": cache_dir}
         return load(download(str(source), local_files_only=local_files_only, **where))
+    if not (path / WEIGHTS).exists():
+        files = [file for file in (path, *path.glob("*")) if file.is_file()]
+        if found := sorted(file.name for file in files if file.suffix in PICKLES):
+            raise ValueError(f"{source}: {found[0]} is a pickle, which may run code when it is read; needs {WEIGHTS}")
     return load(source)
 
 
@@ -108,7 +97,7 @@ def push_to_hub(
                 revision=revision,
                 create_pr=create_pr,
             )
-        except (hub.errors.HfHubHTTPError, hub.errors.OfflineModeIsEnabled, OSError) as error:
+        except OSError as error:
             raise ValueError(f"{repo_id}: could not be uploaded: {first_line(error)}") from error
     return str(commit.commit_url)
 
@@ -122,10 +111,9 @@ def download(repo_id: str, **where: Any) -> Path:
         raise ValueError(f"{repo_id}: is no folder here, is not in the cache, and the Hub cannot be asked") from error
     except hub.errors.EntryNotFoundError as error:
         raise ValueError(f"{repo_id}: holds no {WEIGHTS}; nothing else is read: a pickle could run code") from error
-    except (hub.errors.HfHubHTTPError, hub.errors.OfflineModeIsEnabled, OSError) as error:
-        raise ValueError(
-            f"{repo_id}: is no folder here, and no repository that can be read: {first_line(error)}"
-        ) from error
+    except OSError as error:
+        told = "is no folder here, and no repository that can be read"
+        raise ValueError(f"{repo_id}: {told}: {first_line(error)}") from error
 
 
 def import_hub(asked: str) -> Any:
@@ -140,12 +128,6 @@ def import_hub(asked: str) -> Any:
 
 def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def refuse_pickles(source: str, files: list[str]) -> None:
-    """Say that what is there is not read, since reading it may run code."""
-    if found := sorted(file for file in files if Path(file).suffix in PICKLES):
-        raise ValueError(f"{source}: {found[0]} is a pickle, which may run code when it is read; needs {WEIGHTS}")
 
 
 def config_values(card: ModelCard) -> dict[str, Any]:
@@ -214,9 +196,9 @@ def write_page(name: str, card: ModelCard, num_parameters: int, figures: dict[st
     parts = {"inputs and answers": card.spec, "layer": card.options, "training": card.training}
     lines += ["## How it came about", ""]
     for part, values in parts.items():
-        rows = [
-            [f"`{key}`", f"`{value}`"] for key, value in values.items() if value not in (None, {}) and key not in HIDDEN
-        ]
+        told = {key: value for key, value in values.items() if value not in (None, {})}
+        told.pop("tokenizer", None)  # a whole file, too long for a page
+        rows = [[f"`{key}`", f"`{value}`"] for key, value in told.items()]
         lines += [*table([part, ""], rows), ""] if rows else []
     return "\n".join(lines)
 

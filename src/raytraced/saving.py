@@ -28,13 +28,17 @@ class DamagedFileError(ValueError):
 
 def save(model: Model, path: str | Path) -> None:
     """Write a model, its card and all, to a file, whole or not at all."""
+    save_tensors(Path(path), model.state_dict(), require_card(model, "saved"))
+
+
+def require_card(model: Model, purpose: str) -> ModelCard:
+    """The card of a model, without which it cannot be saved, or whatever else."""
     card: ModelCard | None = getattr(model, "card", None)  # a module that is none of ours has no such thing
     if card is None or not card.model:
         problem = "has no card" if card is None else "its card has no model name"
-        raise ValueError(
-            f"{type(model).__name__}: {problem}; only a model made by raytraced.build or load can be saved"
-        )
-    save_tensors(Path(path), model.state_dict(), card)
+        name = type(model).__name__
+        raise ValueError(f"{name}: {problem}; only a model made by raytraced.build or load can be {purpose}")
+    return card
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], card: ModelCard) -> None:

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raytraced.grid import MLPExperts
 from raytraced.hub import card_of, config_values
-from raytraced.layer import Router
 from raytraced.models.card import ModelCard
 from raytraced.models.gpt import GPT, Block
 from raytraced.models.output import Output
 from raytraced.models.table import build, complete_options
-from raytraced.routing import RoutingNetwork
+from raytraced.saving import require_card
 from raytraced.words import require
 
 try:
@@ -81,9 +79,7 @@ class RaytracedOutput(CausalLMOutputWithPast):
     """Loss, logits, cache, and what the routed layers did."""
 
     num_experts: Tensor | None = None  # (B, T), how many each token ran, all blocks together
-    expert_load: Tensor | None = (
-        None  # (B, C, L, N), the share of a text's tokens that ran each expert; padding is none
-    )
+    expert_load: Tensor | None = None  # (B, C, L, N), the share of a text's tokens that ran each; padding is none
     router_loss: Tensor | None = None  # of routers that have one; part of the loss
 
 
@@ -111,6 +107,7 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
     config: RaytracedConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
+    _input_embed_layer = "embedding"  # its weights are the output's too
     _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_sdpa = True
     _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012
@@ -128,12 +125,9 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
         """The same decoder, not a copy, for transformers; `.model` is the way back."""
         if not isinstance(gpt, GPT):
             raise ValueError(f"{type(gpt).__name__}: must be a language model, one whose name begins with gpt-")
-        if gpt.card is None:
-            raise ValueError(
-                f"{type(gpt).__name__}: has no card; only a model made by raytraced.build or load can be used"
-            )
+        card = require_card(gpt, "used")
         with torch.device("meta"):
-            made = cls(RaytracedConfig(**config_values(gpt.card)))
+            made = cls(RaytracedConfig(**config_values(card)))
         made.model = gpt
         return made.train(gpt.training)
 
@@ -185,15 +179,6 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
             router_loss=out.loss,
         )
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embedding
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.model.embedding = value
-
-    def get_output_embeddings(self) -> None:
-        """None of its own: the embedding's weights are the output's too."""
-
     def resize_token_embeddings(self, *args: Any, **options: Any) -> nn.Module:
         """As transformers does it; the decoder and its card are told."""
         embedding: nn.Module = super().resize_token_embeddings(*args, **options)
@@ -208,8 +193,8 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
         loaded = [(own, own.clone()) for own in held if getattr(own, "_is_hf_initialized", False)]
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
-        elif isinstance(module, nn.Linear | nn.LayerNorm | MLPExperts | Router | RoutingNetwork):
-            module.reset_parameters()
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
         elif isinstance(module, nn.ParameterDict) and "weight" in module:  # the entry gate
             bound = module["weight"].shape[-1] ** -0.5
             for parameter in module.values():
