@@ -6,6 +6,7 @@ import socket
 from typing import Any, Literal
 
 from raytraced.commands.training import find_source
+from raytraced.words import require
 
 GRACE = 30  # seconds that a server which was told to end waits for what is under way
 
@@ -30,10 +31,8 @@ def serve(
         weights: Those a run ended with, or those of its best epoch so far (best), also of a run that is not over.
         output: Folder that run folders are in.
     """
-    if not 0 <= port <= 65535:
-        raise ValueError(f"port={port}: must lie in 0 … 65535")
-    if threads < 1:
-        raise ValueError(f"threads={threads}: must be at least 1")
+    require(0 <= port <= 65535, "port", port, "must lie in 0 … 65535")
+    require(threads >= 1, "threads", threads, "must be at least 1")
     try:
         import starlette  # noqa: F401
         import uvicorn
