@@ -29,17 +29,17 @@ class Metrics:
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str, Labels], float] = defaultdict(float)
 
-    def add(self, name: str, value: float = 1, suffix: str = "", **labels: object) -> None:
+    def add(self, name: str, value: float = 1, **labels: object) -> None:
         """Count on."""
-        self.counts[name, suffix, tuple(labels.items())] += value
+        self.counts[name, "", tuple(labels.items())] += value
 
     def observe(self, name: str, value: float, **labels: object) -> None:
         """Put a value among those of a histogram: how many are at most each bound, their sum and their number."""
-        bounds: tuple[float | str, ...] = (*BOUNDS[name], "+Inf")
+        known, bounds = tuple(labels.items()), list[float | str]((*BOUNDS[name], "+Inf"))
         for bound in bounds:
-            self.add(name, value <= float(bound), "_bucket", **labels, le=bound)
-        self.add(name, value, "_sum", **labels)
-        self.add(name, 1, "_count", **labels)
+            self.counts[name, "_bucket", (*known, ("le", bound))] += value <= float(bound)
+        self.counts[name, "_sum", known] += value
+        self.counts[name, "_count", known] += 1
 
     def text(self) -> str:
         """All of it."""
