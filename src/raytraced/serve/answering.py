@@ -219,12 +219,11 @@ def path_of(served: Served, out: Output, row: int) -> Answer:
     """The nodes of one row, in their order where there is one, and the firing rates of all."""
     nodes: list[list[int]] = []
     for block, route in enumerate(out.routes):
-        active_LN = route.active[row, -1] if served.codec else route.active[row]
+        place = (row, -1) if served.codec else row
+        active_LN = route.active[place]
         found = active_LN.nonzero().tolist()
         if route.nodes is not None:
-            nodes_T = route.nodes[row, -1] if served.codec else route.nodes[row]
-            ordered = [list(divmod(node, active_LN.shape[-1])) for node in nodes_T.tolist() if node >= 0]
-            found = [node for node in ordered if node in found]
+            found = [list(divmod(node, active_LN.shape[-1])) for node in route.nodes[place].tolist() if node >= 0]
         nodes += [[block, *node] for node in found] if served.codec else found
     path: Answer = {"nodes": nodes}
     if served.codec:
