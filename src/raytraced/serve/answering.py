@@ -223,7 +223,8 @@ def path_of(served: Served, out: Output, row: int) -> Answer:
         active_LN = route.active[place]
         found = active_LN.nonzero().tolist()
         if route.nodes is not None:
-            found = [list(divmod(node, active_LN.shape[-1])) for node in route.nodes[place].tolist() if node >= 0]
+            ordered = [list(divmod(node, active_LN.shape[-1])) for node in route.nodes[place].tolist() if node >= 0]
+            found = [node for node in ordered if node in found]  # after a layer, the nodes of those below are to come
         nodes += [[block, *node] for node in found] if served.codec else found
     path: Answer = {"nodes": nodes}
     if served.codec:
