@@ -129,16 +129,16 @@ def look_along(asked: list[Asked]) -> Iterator[list[Delivery]]:
                 stays.append(row)
             if not one.gone and (stop or one.every):
                 told.append((row, stop))
-        delivered: list[Delivery] = []
+        answers: list[Answer] = []
         if told or served.codec:
-            some = torch.tensor([row for row, _ in told] or [0])
             counted = out._replace(num_looks=torch.full((len(asked),), number + 1))
-            answers = describe(served, inputs[some], rows_of(counted, some), any(one.every for one in asked))
-            if served.codec:  # of texts each look is computed anew: it costs as much again
-                answers[0]["multiply_adds"] += before
-                before = answers[0]["multiply_adds"]
-            for (row, stop), found in zip(told, answers, strict=False):
-                delivered.append((asked[row], found | ({"stop": stop} if stop else {}), stop is not None))
+            answers = describe(served, inputs, counted, any(one.every for one in asked))
+        if served.codec:  # of texts each look is computed anew: it costs as much again
+            answers[0]["multiply_adds"] += before
+            before = answers[0]["multiply_adds"]
+        delivered: list[Delivery] = [
+            (asked[row], answers[row] | ({"stop": stop} if stop else {}), stop is not None) for row, stop in told
+        ]
         kept_n = torch.tensor(stays, dtype=torch.int64)
         asked, inputs, number = [asked[row] for row in stays], inputs[kept_n], number + 1
         yield delivered
@@ -173,17 +173,6 @@ def reached(out: Output, budgets_n: list[int | None]) -> list[bool]:
     counts = [route.num_active.reshape(len(budgets_n), -1) for route in out.routes]
     most_n = torch.cat(counts, 1).amax(1).tolist()
     return [budget is not None and most >= budget for most, budget in zip(most_n, budgets_n, strict=True)]
-
-
-def rows_of(out: Output, rows: Tensor) -> Output:
-    """The same of some rows."""
-
-    def some(part: Any) -> Any:
-        if isinstance(part, tuple):  # a route, or its rates
-            return type(part)(*map(some, part))
-        return None if part is None else part[rows]
-
-    return out._replace(logits=some(out.logits), routes=tuple(map(some, out.routes)), num_looks=some(out.num_looks))
 
 
 def describe(served: Served, inputs: Tensor, out: Output, whole: bool = False) -> list[Answer]:
