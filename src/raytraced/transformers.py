@@ -83,23 +83,6 @@ class RaytracedOutput(CausalLMOutputWithPast):
     router_loss: Tensor | None = None  # of routers that have one; part of the loss
 
 
-class SharedCache:
-    """A cache of transformers as the decoder knows one."""
-
-    def __init__(self, cache: Cache) -> None:
-        rule = "must grow: a cache of fixed size is not supported; leave cache_implementation out"
-        require(not cache.is_compileable, "past_key_values", type(cache).__name__, rule)
-        self.cache = cache
-
-    def __len__(self) -> int:
-        return int(self.cache.get_seq_length())
-
-    def extend(self, block: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of all tokens, the new ones last."""
-        found: tuple[Tensor, Tensor] = self.cache.update(keys, values, block)
-        return found
-
-
 class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
     """A decoder of raytraced, `model.model`, with the methods of transformers around it."""
 
@@ -154,11 +137,14 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache = self.config.use_cache and labels is None
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        cache = None if past_key_values is None else SharedCache(past_key_values)
-        mask_BS = whole_mask(attention_mask, inputs, 0 if cache is None else len(cache))
+        if past_key_values is not None:
+            rule = "must grow: a cache of fixed size is not supported; leave cache_implementation out"
+            require(not past_key_values.is_compileable, "past_key_values", type(past_key_values).__name__, rule)
+        num_cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+        mask_BS = whole_mask(attention_mask, inputs, num_cached)
         check_positions(position_ids, mask_BS)
         judge = None if labels is None or not self.training else lambda logits_BTV: text_losses(logits_BTV, labels)
-        out: Output = self.model(inputs, mask=mask_BS, cache=cache, max_experts=max_experts, judge=judge)
+        out: Output = self.model(inputs, mask=mask_BS, cache=past_key_values, max_experts=max_experts, judge=judge)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=out.logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -3,6 +3,7 @@
 Axes: n rows that go on, Y classes or tokens, L layers, N experts a layer.
 """
 
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -146,8 +147,9 @@ def look_along(asked: list[Asked]) -> Iterator[list[Delivery]]:
 
 def go_on(one: Asked, length: int, temperature: float, top_p: float) -> Iterator[list[Delivery]]:
     """One token a step."""
-    model = one.served.model
+    model, codec, decoder = one.served.model, one.served.codec, getincrementaldecoder("utf-8")(errors="replace")
     assert isinstance(model, GPT)
+    assert codec is not None
     drawn = model.generate(
         one.inputs,
         length,
@@ -161,7 +163,8 @@ def go_on(one: Asked, length: int, temperature: float, top_p: float) -> Iterator
         now = perf_counter()
         late = one.deadline is not None and now + 1.5 * (now - began) > one.deadline
         stop = {"stop": "length" if number == length else "deadline"} if number == length or late else {}
-        yield [(one, {"token": int(token_1), "experts": int(experts_1)} | stop, bool(stop))]
+        text = decoder.decode(codec.bytes_of[int(token_1)], final=bool(stop))
+        yield [(one, {"text": text, "token": int(token_1), "experts": int(experts_1)} | stop, bool(stop))]
         if stop or one.gone:
             return
         began = perf_counter()

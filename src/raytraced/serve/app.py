@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-from codecs import getincrementaldecoder
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from html import escape
 from time import perf_counter
@@ -113,13 +112,11 @@ class Server:
             for asked in numbers:
                 asked.gone = True
 
-    async def events(
-        self, inputs: list[Tensor], change: Callable[[Answer], Answer] = lambda answer: answer, **options: Any
-    ) -> AsyncIterator[bytes]:
+    async def events(self, inputs: list[Tensor], **options: Any) -> AsyncIterator[bytes]:
         """Answers as server-sent events."""
         try:
             async for _, answer in self.answers(inputs, **options):
-                yield b"data: " + json.dumps(change(answer)).encode() + b"\n\n"
+                yield b"data: " + json.dumps(answer).encode() + b"\n\n"
         except RefusedError as error:
             yield b"event: error\ndata: " + json.dumps(error.content).encode() + b"\n\n"
 
@@ -142,12 +139,7 @@ class Server:
         given, inputs, options = await self.read(request, max_ms=None)  # every model can stop between tokens
         drawing = {name: given.get(name, value) for name, value in GENERATE.items()}
         drawing["length"] = min(drawing["length"], self.limits.tokens)
-        bytes_of, decoder = options["served"].codec.bytes_of, getincrementaldecoder("utf-8")(errors="replace")
-
-        def as_text(token: Answer) -> Answer:
-            return {"text": decoder.decode(bytes_of[token["token"]], final="stop" in token)} | token
-
-        return StreamingResponse(self.events(inputs, as_text, drawing=drawing, **options), headers=EVENTS)
+        return StreamingResponse(self.events(inputs, drawing=drawing, **options), headers=EVENTS)
 
     async def list_models(self, request: Request) -> Response:
         return send_json({"models": [served.told() for served in self.models]})

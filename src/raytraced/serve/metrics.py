@@ -3,9 +3,6 @@
 from collections import defaultdict
 
 Labels = tuple[tuple[str, object], ...]
-SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
-OVERSHOOT = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0)
-ROWS = (1, 2, 4, 8, 16, 32, 64)
 ABOUT = {
     "raytraced_requests_total": ("counter", "requests, by path and status"),
     "raytraced_request_seconds": ("histogram", "from a request's arrival to the end of its response"),
@@ -17,9 +14,9 @@ ABOUT = {
     "raytraced_under_way": ("gauge", "requests under way"),
 }
 BOUNDS = {
-    "raytraced_request_seconds": SECONDS,
-    "raytraced_overshoot_seconds": OVERSHOOT,
-    "raytraced_batch_rows": ROWS,
+    "raytraced_request_seconds": (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0),
+    "raytraced_overshoot_seconds": (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0),
+    "raytraced_batch_rows": (1, 2, 4, 8, 16, 32, 64),
 }
 
 
