@@ -76,7 +76,7 @@ def run(uvicorn_server: Any, server: Any, listening: socket.socket) -> None:
 
     def end(number: int, frame: Any) -> None:
         server.state.ending = True
-        uvicorn_server.force_exit = uvicorn_server.should_exit and number == signal.SIGINT
+        uvicorn_server.force_exit |= uvicorn_server.should_exit and number == signal.SIGINT
         uvicorn_server.should_exit = True
 
     uvicorn_server.handle_exit = end  # its own would raise the signal again at the end

@@ -5,7 +5,6 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from html import escape
-from time import perf_counter
 from typing import Any
 
 from starlette.applications import Starlette
@@ -19,7 +18,7 @@ from raytraced import __version__
 from raytraced.explore.packing import why_not
 from raytraced.explore.page import make_page as page_of
 from raytraced.serve.answering import Answer, Asked, Delivery, check_asked
-from raytraced.serve.batching import Worker
+from raytraced.serve.batching import SENDING, Worker
 from raytraced.serve.guard import Guard, State
 from raytraced.serve.limits import Limits, RefusedError, send_json, shown
 from raytraced.serve.models import Served
@@ -28,7 +27,6 @@ from raytraced.serve.schema import document, request_schemas
 from raytraced.words import require
 
 SMALL = 1 << 16  # bytes of a body that are read where they arrive; reading more would keep others waiting
-SENDING = 0.001  # seconds before a deadline at which an answer should leave
 
 
 class Server:
@@ -38,8 +36,7 @@ class Server:
         self.models, self.limits, self.state = list(models), limits or Limits(), State()
         self.schemas = request_schemas([served.name for served in models], self.limits)
         self.page: bytes | None = None
-        metrics = self.state.metrics
-        self.worker = Worker(self.hand_out, lambda rows: metrics.observe("raytraced_batch_rows", rows))
+        self.worker = Worker(self.state.metrics)
         routes = [
             Route("/", self.show_page),
             Route("/healthz", self.health),
@@ -59,21 +56,6 @@ class Server:
         working = asyncio.create_task(self.worker.work())
         yield
         working.cancel()
-
-    def hand_out(self, delivered: list[Delivery]) -> None:
-        """What a step gave, to those who asked."""
-        metrics = self.state.metrics
-        for delivery in delivered:
-            asked, answer, last = delivery
-            if last and isinstance(answer, dict):
-                name = asked.served.name
-                metrics.add("raytraced_answers_total", model=name, stop=answer["stop"])
-                metrics.add("raytraced_experts_total", answer["experts"], model=name)
-                metrics.add("raytraced_multiply_adds_total", answer.get("multiply_adds", 0), model=name)
-                if asked.deadline is not None:
-                    late = max(0.0, perf_counter() - asked.deadline - SENDING)
-                    metrics.observe("raytraced_overshoot_seconds", late)
-            asked.deliver(delivery)
 
     async def read(self, request: Request, **more: Any) -> tuple[dict[str, Any], list[Tensor], dict[str, Any]]:
         """The body of a request as it was given, its inputs, and the options of `Asked` that it stands for."""
