@@ -230,9 +230,8 @@ def check_asked(served: Served, given: dict[str, Any]) -> None:
     """Refuse options that a model does not know, as the library does."""
     if served.model.answers_along_the_way:
         return
-    rules = dict.fromkeys(
-        ("select", "max_experts"), f"only for models that answer along the way, {served.name} does not"
-    )
+    rule = f"only for models that answer along the way, {served.name} does not"
+    rules = {"select": rule, "max_experts": rule}
     if served.codec:
         rules |= dict.fromkeys(("sure", "max_ms", "trace", "stream"), f"{served.name} has one answer only")
     for name, rule in rules.items():

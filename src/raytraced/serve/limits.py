@@ -7,14 +7,8 @@ from typing import Any
 
 from starlette.responses import Response
 
-UNREAD = (
-    403,
-    408,
-    413,
-    429,
-    503,
-)  # what is left of a body that is not wanted would have to be read: the connection ends
-LATER = (429, 503)
+CLOSED = {"Connection": "close"}  # what is left of a body that is not wanted would have to be read
+HEADERS = dict.fromkeys((403, 408, 413), CLOSED) | dict.fromkeys((429, 503), CLOSED | {"Retry-After": "1"})
 
 
 @dataclass(frozen=True)
@@ -43,8 +37,7 @@ class RefusedError(Exception):
     def __init__(self, status: int, rule: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.status, self.content = status, {"error": {"rule": rule, "message": message}}
-        self.headers = {**(headers or {}), **({"Connection": "close"} if status in UNREAD else {})}
-        self.headers |= {"Retry-After": "1"} if status in LATER else {}
+        self.headers = {**(headers or {}), **HEADERS.get(status, {})}
 
     def response(self) -> Response:
         return send_json(self.content, self.status, self.headers)
