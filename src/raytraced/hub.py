@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +20,6 @@ from raytraced.words import require
 WEIGHTS, CONFIG, PAGE = "model.safetensors", "config.json", "README.md"
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 REPO_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-HIDDEN = ("tokenizer",)  # a whole file, too long for a page
 # what transformers calls the parts of a card
 NAMES = {
     "vocabulary": "vocab_size",
@@ -39,21 +39,15 @@ def save_pretrained(
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     figures = {} if run is None else read_figures(Path(run), card, num_parameters)
     page = write_page(name or folder.resolve().name, card, num_parameters, figures)
-    try:
-        config = json.dumps(config_values(card), indent=2)
-    except TypeError as error:
-        raise ValueError(f"{card.model}: its card holds more than plain values, a file cannot: {error}") from error
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         save(model, folder / WEIGHTS)
-        write_file(folder / CONFIG, config + "\n")
+        write_file(folder / CONFIG, json.dumps(config_values(card), indent=2) + "\n")
         write_file(folder / PAGE, page)
-    except OSError:
+    except (OSError, ValueError):
         if is_new:  # nothing rather than a half
-            for file in folder.iterdir():
-                file.unlink()
-            folder.rmdir()
+            shutil.rmtree(folder)
         raise
 
 
@@ -67,13 +61,13 @@ def from_pretrained(
 ) -> Model:
     """The model of a folder, a file, a shipped model's name or a repository "owner/name" of the Hub, ready to evaluate."""
     path = Path(source)
-    if path.is_dir() and not (path / WEIGHTS).exists():
-        refuse_pickles(str(source), [file.name for file in path.iterdir()])
-    elif path.is_file():
-        refuse_pickles(str(source), [path.name])
-    elif not path.exists() and REPO_ID.fullmatch(str(source)):
+    if not path.exists() and REPO_ID.fullmatch(str(source)):
         where = {"revision": revision, "token": token, "cache_dir": cache_dir}
         return load(download(str(source), local_files_only=local_files_only, **where))
+    if not (path / WEIGHTS).exists():
+        files = [file for file in (path, *path.glob("*")) if file.is_file()]
+        if found := sorted(file.name for file in files if file.suffix in PICKLES):
+            raise ValueError(f"{source}: {found[0]} is a pickle, which may run code when it is read; needs {WEIGHTS}")
     return load(source)
 
 
@@ -84,11 +78,12 @@ def push_to_hub(
     run: str | Path | None = None,
     private: bool | None = None,
     token: str | bool | None = None,
-    commit_message: str = "A model of raytraced",
-    revision: str | None = None,
-    create_pr: bool = False,
+    **commit: Any,
 ) -> str:
-    """Upload what `save_pretrained` writes, in one commit, to a repository that is made if need be; returns its address."""
+    """Upload what `save_pretrained` writes, in one commit, to a repository that is made if need be; returns its address.
+
+    `commit`: commit_message, revision and create_pr, as huggingface_hub's `upload_folder` has them.
+    """
     require(bool(REPO_ID.fullmatch(repo_id)), "repo_id", repr(repo_id), 'must be "owner/name"')
     hub = import_hub("push_to_hub")
     with tempfile.TemporaryDirectory() as folder:
@@ -96,16 +91,11 @@ def push_to_hub(
         api = hub.HfApi(token=token)
         try:
             api.create_repo(repo_id, private=private, exist_ok=True)
-            commit = api.upload_folder(
-                repo_id=repo_id,
-                folder_path=folder,
-                commit_message=commit_message,
-                revision=revision,
-                create_pr=create_pr,
-            )
-        except (hub.errors.HfHubHTTPError, hub.errors.OfflineModeIsEnabled, OSError) as error:
+            commit = {"commit_message": "A model of raytraced", **commit}
+            made = api.upload_folder(repo_id=repo_id, folder_path=folder, **commit)
+        except OSError as error:
             raise ValueError(f"{repo_id}: could not be uploaded: {first_line(error)}") from error
-    return str(commit.commit_url)
+    return str(made.commit_url)
 
 
 def download(repo_id: str, **where: Any) -> Path:
@@ -117,10 +107,9 @@ def download(repo_id: str, **where: Any) -> Path:
         raise ValueError(f"{repo_id}: is no folder here, is not in the cache, and the Hub cannot be asked") from error
     except hub.errors.EntryNotFoundError as error:
         raise ValueError(f"{repo_id}: holds no {WEIGHTS}; nothing else is read: a pickle could run code") from error
-    except (hub.errors.HfHubHTTPError, hub.errors.OfflineModeIsEnabled, OSError) as error:
-        raise ValueError(
-            f"{repo_id}: is no folder here, and no repository that can be read: {first_line(error)}"
-        ) from error
+    except OSError as error:
+        told = "is no folder here, and no repository that can be read"
+        raise ValueError(f"{repo_id}: {told}: {first_line(error)}") from error
 
 
 def import_hub(asked: str) -> Any:
@@ -135,12 +124,6 @@ def import_hub(asked: str) -> Any:
 
 def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def refuse_pickles(source: str, files: list[str]) -> None:
-    """Say that what is there is not read, since reading it may run code."""
-    if found := sorted(file for file in files if Path(file).suffix in PICKLES):
-        raise ValueError(f"{source}: {found[0]} is a pickle, which may run code when it is read; needs {WEIGHTS}")
 
 
 def config_values(card: ModelCard) -> dict[str, Any]:
@@ -209,9 +192,9 @@ def write_page(name: str, card: ModelCard, num_parameters: int, figures: dict[st
     parts = {"inputs and answers": card.spec, "layer": card.options, "training": card.training}
     lines += ["## How it came about", ""]
     for part, values in parts.items():
-        rows = [
-            [f"`{key}`", f"`{value}`"] for key, value in values.items() if value not in (None, {}) and key not in HIDDEN
-        ]
+        told = {key: value for key, value in values.items() if value not in (None, {})}
+        told.pop("tokenizer", None)  # a whole file, too long for a page
+        rows = [[f"`{key}`", f"`{value}`"] for key, value in told.items()]
         lines += [*table([part, ""], rows), ""] if rows else []
     return "\n".join(lines)
 

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raytraced.grid import MLPExperts
 from raytraced.hub import card_of, config_values
-from raytraced.layer import Router
 from raytraced.models.card import ModelCard
 from raytraced.models.gpt import GPT, Block
 from raytraced.models.output import Output
 from raytraced.models.table import build, complete_options
-from raytraced.routing import RoutingNetwork
 from raytraced.saving import known_card
 from raytraced.words import require
 
@@ -82,27 +79,8 @@ class RaytracedOutput(CausalLMOutputWithPast):
     """Loss, logits, cache, and what the routed layers did."""
 
     num_experts: Tensor | None = None  # (B, T), how many each token ran, all blocks together
-    expert_load: Tensor | None = (
-        None  # (B, C, L, N), the share of a text's tokens that ran each expert; padding is none
-    )
+    expert_load: Tensor | None = None  # (B, C, L, N), the share of a text's tokens that ran each; padding is none
     router_loss: Tensor | None = None  # of routers that have one; part of the loss
-
-
-class SharedCache:
-    """A cache of transformers as the decoder knows one."""
-
-    def __init__(self, cache: Cache) -> None:
-        rule = "must grow: a cache of fixed size is not supported; leave cache_implementation out"
-        require(not cache.is_compileable, "past_key_values", type(cache).__name__, rule)
-        self.cache = cache
-
-    def __len__(self) -> int:
-        return int(self.cache.get_seq_length())
-
-    def extend(self, block: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of all tokens, the new ones last."""
-        found: tuple[Tensor, Tensor] = self.cache.update(keys, values, block)
-        return found
 
 
 class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
@@ -112,6 +90,7 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
     config: RaytracedConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
+    _input_embed_layer = "embedding"  # its weights are the output's too
     _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_sdpa = True
     _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012
@@ -158,11 +137,14 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache = self.config.use_cache and labels is None
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        cache = None if past_key_values is None else SharedCache(past_key_values)
-        mask_BS = whole_mask(attention_mask, inputs, 0 if cache is None else len(cache))
+        if past_key_values is not None:
+            rule = "must grow: a cache of fixed size is not supported; leave cache_implementation out"
+            require(not past_key_values.is_compileable, "past_key_values", type(past_key_values).__name__, rule)
+        num_cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+        mask_BS = whole_mask(attention_mask, inputs, num_cached)
         check_positions(position_ids, mask_BS)
         judge = None if labels is None or not self.training else lambda logits_BTV: text_losses(logits_BTV, labels)
-        out: Output = self.model(inputs, mask=mask_BS, cache=cache, max_experts=max_experts, judge=judge)
+        out: Output = self.model(inputs, mask=mask_BS, cache=past_key_values, max_experts=max_experts, judge=judge)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=out.logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -183,15 +165,6 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
             router_loss=out.loss,
         )
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embedding
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.model.embedding = value
-
-    def get_output_embeddings(self) -> None:
-        """None of its own: the embedding's weights are the output's too."""
-
     def resize_token_embeddings(self, *args: Any, **options: Any) -> nn.Module:
         """As transformers does it; the decoder and its card are told."""
         embedding: nn.Module = super().resize_token_embeddings(*args, **options)
@@ -206,8 +179,8 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
         loaded = [(own, own.clone()) for own in held if getattr(own, "_is_hf_initialized", False)]
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
-        elif isinstance(module, nn.Linear | nn.LayerNorm | MLPExperts | Router | RoutingNetwork):
-            module.reset_parameters()
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
         elif isinstance(module, nn.ParameterDict) and "weight" in module:  # the entry gate
             bound = module["weight"].shape[-1] ** -0.5
             for parameter in module.values():

@@ -12,7 +12,7 @@ NUM = 24
 OPTIONS = {
     "greedy": {},
     "budget": {"max_experts": 3},
-    "sure": {"sure": (0.6,)},
+    "sure": {"sure": 0.6},
     "along": {"every": True},
     "drawn": {"select": "sample", "seed": 5},
     "drawn along": {"select": "sample", "seed": 5, "every": True, "max_experts": 6},
@@ -53,7 +53,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(served, kind):
 
 def test_rows_of_a_batch_stop_by_their_own_rules(served):
     images = some_images(served.image_shape, 4)
-    rules = [{"max_experts": 2}, {"sure": (0.0,)}, {"every": True, "max_experts": 3}, {"sure": (1.0,)}]
+    rules = [{"max_experts": 2}, {"sure": 0.0}, {"every": True, "max_experts": 3}, {"sure": 1.0}]
     asked = [Asked(served, images[n : n + 1], deliver=lambda *_: None, **rule) for n, rule in enumerate(rules)]
     asked[0].deadline = 1e12
     with torch.inference_mode():
@@ -89,7 +89,7 @@ def test_answers_are_those_of_the_library(served):
 
 def test_sure_is_that_of_the_library(served):
     model, images = raytraced.load(served.name), some_images(served.image_shape, NUM)
-    for row, (found,) in ask(served, images, list(range(0, NUM, 4)), sure=(0.7,)).items():
+    for row, (found,) in ask(served, images, list(range(0, NUM, 4)), sure=0.7).items():
         with torch.no_grad():
             out = model(images[row : row + 1], sure=0.7, look="expert")
         assert found["experts"] == int(out.num_experts)
@@ -107,7 +107,7 @@ def test_models_without_an_order_of_experts_answer_after_each_layer(models, name
         *_, last = ask(served, images, [row], look="layer", every=True)[row]
         assert last["probabilities"] == pytest.approx(whole["probabilities"], abs=1e-6)
         assert last["experts"] == whole["experts"]
-        first, *_ = ask(served, images, [row], look="layer", sure=(0.0,))[row]
+        first, *_ = ask(served, images, [row], look="layer", sure=0.0)[row]
         assert (first["experts"], first["stop"]) == (0, "sure")
 
 

@@ -8,6 +8,7 @@ from raytraced.serve.answering import Asked
 from raytraced.serve.batching import Worker
 from raytraced.serve.guard import Guard, State
 from raytraced.serve.limits import Limits
+from raytraced.serve.metrics import Metrics
 from serve.conftest import some_images
 
 
@@ -21,7 +22,7 @@ def test_a_request_does_not_wait_for_a_step_at_every_pass_of_the_event_loop(mode
             yield [(asked[0], {}, False)]
 
     async def work() -> int:
-        worker = Worker(lambda delivered: None, lambda rows: None)
+        worker = Worker(Metrics())
         working = asyncio.create_task(worker.work())
         worker.submit([Asked(models[0], some_images(models[0].image_shape, 1), deliver=lambda *_: None)])
         while steps < 3:

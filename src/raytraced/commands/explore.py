@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from raytraced.commands.training import find_source
+from raytraced.words import require
 
 SHIPPED = ("mre-mnist", "mre-fashion-mnist", "mre-cifar10", "mre-digits", "mre-paper-fashion-mnist")
 
@@ -16,10 +17,8 @@ def explore(runs: list[str] | None = None, output: str = "page.html", folder: st
         folder: Folder that run folders are in.
     """
     path = Path(output)
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"output={output!r}: must end in .html")
-    if not path.parent.is_dir():
-        raise ValueError(f"output={output!r}: folder {str(path.parent)!r} does not exist")
+    require(path.suffix.lower() in (".html", ".htm"), "output", repr(output), "must end in .html")
+    require(path.parent.is_dir(), "output", repr(output), f"folder {str(path.parent)!r} does not exist")
     sources = [(run, find_source(run, folder)) for run in runs or SHIPPED]
     from raytraced.explore.page import make_page
     from raytraced.files import write_file
@@ -28,6 +27,5 @@ def explore(runs: list[str] | None = None, output: str = "page.html", folder: st
     models = [(Path(run).stem if Path(run).is_file() else Path(run).name, load(source)) for run, source in sources]
     content = make_page(models).encode()
     write_file(path, content)
-    print(
-        f"{path}: {len(models)} model{'s' if len(models) > 1 else ''}, {len(content) / 1e6:.2f} MB; open it in a browser"
-    )
+    num = f"{len(models)} model{'s' if len(models) > 1 else ''}"
+    print(f"{path}: {num}, {len(content) / 1e6:.2f} MB; open it in a browser")

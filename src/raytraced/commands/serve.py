@@ -3,11 +3,10 @@
 import os
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 from raytraced.commands.training import find_source
+from raytraced.words import require
 
 GRACE = 30  # seconds that a server which was told to end waits for what is under way
 
@@ -30,10 +29,8 @@ def serve(
         hosts: Names, with commas, by which it may be called besides localhost and its address.
         threads: CPU threads of one computation.
     """
-    if not 0 <= port <= 65535:
-        raise ValueError(f"port={port}: must lie in 0 … 65535")
-    if threads < 1:
-        raise ValueError(f"threads={threads}: must be at least 1")
+    require(0 <= port <= 65535, "port", port, "must lie in 0 … 65535")
+    require(threads >= 1, "threads", threads, "must be at least 1")
     try:
         import starlette  # noqa: F401
         import uvicorn
@@ -41,8 +38,7 @@ def serve(
         raise ValueError(f"serve: needs {error.name}; install it with pip install 'raytraced[serve]'") from None
     names = models or shipped_models()
     sources = [find_source(name, output, weights) for name in names]
-    listening = listen(host, port)
-    with listening:
+    with listen(host, port) as listening:
         import torch
 
         from raytraced.serve.app import Server
@@ -51,9 +47,8 @@ def serve(
         torch.set_num_threads(threads)
         served = [serve_model(source) for source in sources]
         known = [one.name for one in served]
-        for name in known:
-            if known.count(name) > 1:
-                raise ValueError(f"{name}: two models have this name; rename a folder or file")
+        if doubled := [name for name in known if known.count(name) > 1]:
+            raise ValueError(f"{doubled[0]}: two models have this name; rename a folder or file")
         given = [host, *(name.strip() for name in hosts.split(",") if name.strip())]
         server = Server(served, hosts=given)
         config = uvicorn.Config(
@@ -79,18 +74,10 @@ def run(uvicorn_server: Any, server: Any, listening: socket.socket) -> None:
 
     def end(number: int, frame: Any) -> None:
         server.state.ending = True
-        uvicorn_server.handle_exit(number, frame)
+        uvicorn_server.force_exit |= uvicorn_server.should_exit and number == signal.SIGINT
+        uvicorn_server.should_exit = True
 
-    @contextmanager
-    def signals() -> Iterator[None]:
-        before = {each: signal.signal(each, end) for each in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
-
-    uvicorn_server.capture_signals = signals  # its own would raise the signal again at the end
+    uvicorn_server.handle_exit = end  # its own would raise the signal again at the end
     uvicorn_server.run(sockets=[listening])
 
 

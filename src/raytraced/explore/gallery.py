@@ -39,10 +39,8 @@ def pack_gallery(model: Classifier, data: str, root: str | None = None) -> dict[
     active_nM = torch.cat([out.routes[0].active.flatten(1) for out in outputs]).float().cpu()
     right_n = probs_nY.gather(1, labels[:, None])[:, 0]
     shown = choose(right_n, probs_nY.argmax(-1) == labels, labels)
-    counts_Y1 = labels.bincount(minlength=probs_nY.shape[1])[:, None]
-    share_YM = torch.zeros(probs_nY.shape[1], active_nM.shape[1]).index_add(0, labels, active_nM) / counts_Y1.clamp_min(
-        1
-    )
+    counts_Y1 = labels.bincount(minlength=probs_nY.shape[1])[:, None].clamp_min(1)
+    share_YM = torch.zeros(probs_nY.shape[1], active_nM.shape[1]).index_add(0, labels, active_nM) / counts_Y1
     return {
         "data": data,
         "num_judged": len(labels),

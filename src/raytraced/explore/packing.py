@@ -12,10 +12,10 @@ from raytraced.models.classifier import Classifier
 from raytraced.models.gpt import GPT
 from raytraced.models.output import Model
 from raytraced.routers.raytraced import RaytracedExperts
+from raytraced.tasks.images.task import known_classes
 
-MANTISSA = (
-    20  # bits of 23: numbers to 5e-7 of themselves, about what float32 sums differ by, and a page a tenth smaller
-)
+# bits of 23: numbers to 5e-7 of themselves, about what float32 sums differ by, and a page a tenth smaller
+MANTISSA = 20
 OPTIONS = ("num_layers", "num_experts", "stream", "weighting", "stop", "estimator")
 
 
@@ -48,8 +48,7 @@ def pack_model(name: str, model: Model) -> dict[str, Any]:
     }
     if isinstance(model, GPT):
         return pack | {"kind": "text", "context": model.context, "num_heads": spec["num_heads"]}
-    classes = spec.get("class_names") or [str(number) for number in range(spec["num_classes"])]
-    return pack | {"kind": "image", "image_shape": list(spec["image_shape"]), "classes": list(classes)}
+    return pack | {"kind": "image", "image_shape": list(spec["image_shape"]), "classes": list(known_classes(model))}
 
 
 def planes_of(numbers: NDArray[np.float32]) -> bytes:

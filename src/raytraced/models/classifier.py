@@ -159,18 +159,17 @@ class Classifier(Model):
         logits_BY, route, looks_B = self.layer.until_sure(hidden_BD, call, self.head, sure, mask, in_looks)
         return Output(logits_BY, (route,), num_looks=looks_B)
 
-    def looks(self, inputs: Tensor, look: LookAt = "layer", **options: Any) -> Looks[Output]:
-        return self._looks(self.encode(inputs), look, Call(**options))
+    def looks(self, inputs: Tensor, look: LookAt = "layer", again: bool = False, **options: Any) -> Looks[Output]:
+        return self._looks(self.encode(inputs), look, Call(**options), again)
 
-    def _looks(self, hidden_BD: Tensor, look: LookAt, call: Call) -> Looks[Output]:
+    def _looks(self, hidden_BD: Tensor, look: LookAt, call: Call, again: bool = False) -> Looks[Output]:
         if look == "layer":
             return mapped(self.layer.looks(hidden_BD, call), self.answer_of)
         require_one_of("look", look, ("layer", "expert"))
         if not isinstance(self.layer, RaytracedExperts):
             raise ValueError(f"look=expert: {self.name} has no order of experts; look after each layer")
-        return mapped(
-            expert_looks(self.layer, hidden_BD, call._replace(max_experts=None), call.max_experts), self.answer_of
-        )
+        steps = expert_looks(self.layer, hidden_BD, call._replace(max_experts=None), call.max_experts, again)
+        return mapped(steps, self.answer_of)
 
     def prefixes(
         self, inputs: Tensor, most: int | None = None, *, mask: Tensor | None = None, **options: Any

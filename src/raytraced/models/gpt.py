@@ -18,15 +18,19 @@ BASE = 10_000.0  # of the rotary wavelengths
 
 
 class Cache:
-    """The keys and values (B, H, S, E) of each block for the tokens so far, so that they need not be computed again."""
+    """The keys and values (B, H, S, E) of each block for the tokens so far, so that they need not be computed again.
+
+    Its methods are those of transformers' caches: any that grows can stand in its place.
+    """
 
     def __init__(self) -> None:
         self.blocks: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __len__(self) -> int:
+    def get_seq_length(self) -> int:
+        """How many tokens it has seen."""
         return self.blocks[0][0].shape[2] if self.blocks else 0
 
-    def extend(self, block: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, block: int) -> tuple[Tensor, Tensor]:
         """Those of all tokens, the new ones last."""
         if block in self.blocks:
             before = self.blocks[block]
@@ -67,7 +71,7 @@ class Attention(nn.Module):
         queries, keys, values = self.inputs(x_BTD).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         queries, keys = rotate(queries, positions_T), rotate(keys, positions_T)
         if cache is not None:
-            keys, values = cache.extend(block, keys, values)
+            keys, values = cache.update(keys, values, block)
         # one new token may look at everything
         is_causal = seen_BTS is None and queries.shape[2] > 1
         mask = None if seen_BTS is None else seen_BTS[:, None]
@@ -140,7 +144,7 @@ class GPT(Model):
         rule = "must be False: what a block gives is what the next one sees, not an answer"
         require(not call.looks, "looks", call.looks, rule)
         self.check(encoded, mask, cache)
-        start = 0 if cache is None else len(cache)
+        start = 0 if cache is None else cache.get_seq_length()
         positions_T = torch.arange(start, start + encoded.shape[1], device=encoded.device)
         rows_B = torch.arange(len(encoded), device=encoded.device) if call.rows is None else call.rows
         options = call._replace(rows=rows_B[:, None] * self.context + positions_T)._asdict()
@@ -168,7 +172,7 @@ class GPT(Model):
             raise ValueError(
                 f"tokens are {tokens_BT.dtype} {tuple(tokens_BT.shape)}: must be whole numbers (batch, tokens)"
             )
-        length = tokens_BT.shape[1] + (0 if cache is None else len(cache))
+        length = tokens_BT.shape[1] + (0 if cache is None else cache.get_seq_length())
         require(length <= self.context, "tokens", length, f"must be at most context={self.context}")
         fits = mask is None or mask.shape == (len(tokens_BT), length)
         require(fits, "mask", getattr(mask, "shape", None), f"must be ({len(tokens_BT)}, {length}), all tokens so far")
@@ -213,7 +217,7 @@ class GPT(Model):
             if text_BT.shape[1] - start > self.context:
                 cache, start = Cache(), text_BT.shape[1] - max(1, self.context // 2)
             if cached:
-                out = self(text_BT[:, start + len(cache) :], max_experts=max_experts, cache=cache)
+                out = self(text_BT[:, start + cache.get_seq_length() :], max_experts=max_experts, cache=cache)
             else:
                 out = self(text_BT[:, start:], max_experts=max_experts)
             token_B = draw_token(out.logits[:, -1], temperature, top_p, generator)

@@ -3,6 +3,7 @@
 Axes: n rows that go on, Y classes or tokens, L layers, N experts a layer.
 """
 
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from raytraced.cost import sample_cost
 from raytraced.models.gpt import GPT
-from raytraced.models.output import Output
+from raytraced.models.output import LookAt, Output
 from raytraced.serve.models import Served
 from raytraced.words import require
 
@@ -27,14 +28,12 @@ class Asked:
 
     served: Served
     inputs: Tensor  # (1, …)
-    deliver: Callable[[Answer | Exception, bool], None]
-    """called with each answer that is wanted, or a fault, and whether it is the last"""
+    deliver: Callable[["Delivery"], None]
     select: str | None = None
     seed: int = 0
     max_experts: int | None = None
-    sure: tuple[float, ...] | None = None
-    """how sure at each look, the last for all that follow"""
-    look: str = "expert"
+    sure: float | None = None
+    look: LookAt = "expert"
     deadline: float | None = None
     every: bool = False
     """whether each answer along the way is wanted"""
@@ -48,7 +47,7 @@ class Asked:
         if self.deadline is not None:
             self.urgent = self.deadline
         if self.sure is not None:  # as the probabilities are rounded
-            self.sure = tuple(torch.tensor(self.sure).tolist())
+            self.sure = torch.tensor(self.sure).item()
 
     @property
     def along(self) -> bool:
@@ -68,12 +67,9 @@ class Asked:
         """How many rows one call may take."""
         return 1 if self.look == "layer" or self.drawing is not None else self.served.num_rows
 
-    def stop(self, number: int, surest: float, ended: bool, reached: bool, next_end: float) -> str | None:
-        """Why this answer, the one after `number` looks, is the last; None: it is not.
-
-        `next_end` is when the next one could be there.
-        """
-        sure = self.served.own_sure if self.sure is None else self.sure[min(number, len(self.sure) - 1)]
+    def stop(self, surest: float, ended: bool, reached: bool, next_end: float) -> str | None:
+        """Why this answer is the last, None if it is not; `next_end` is when the next one could be there."""
+        sure = self.served.own_sure if self.sure is None else self.sure
         if sure is not None and surest >= sure:
             return "sure"
         if ended or reached:
@@ -82,6 +78,7 @@ class Asked:
 
 
 Delivery = tuple[Asked, Answer | Exception, bool]
+"""who asked, an answer that is wanted or a fault, and whether it is the last"""
 
 
 def answer(asked: list[Asked]) -> Iterator[list[Delivery]]:
@@ -128,21 +125,21 @@ def look_along(asked: list[Asked]) -> Iterator[list[Delivery]]:
         now = perf_counter()
         next_end, told, stays = now + 1.5 * (now - began), [], []
         for row, one in enumerate(asked):
-            stop = one.stop(number, surest_n[row], bool(ended_n[row]), reached_n[row], next_end)
+            stop = one.stop(surest_n[row], bool(ended_n[row]), reached_n[row], next_end)
             if not one.gone and stop is None:
                 stays.append(row)
             if not one.gone and (stop or one.every):
                 told.append((row, stop))
-        delivered: list[Delivery] = []
+        answers: list[Answer] = []
         if told or served.codec:
-            some = torch.tensor([row for row, _ in told] or [0])
             counted = out._replace(num_looks=torch.full((len(asked),), number + 1))
-            answers = describe(served, inputs[some], rows_of(counted, some), any(one.every for one in asked))
-            if served.codec:  # of texts each look is computed anew: it costs as much again
-                answers[0]["multiply_adds"] += before
-                before = answers[0]["multiply_adds"]
-            for (row, stop), found in zip(told, answers, strict=False):
-                delivered.append((asked[row], found | ({"stop": stop} if stop else {}), stop is not None))
+            answers = describe(served, inputs, counted, any(one.every for one in asked))
+        if served.codec:  # of texts each look is computed anew: it costs as much again
+            answers[0]["multiply_adds"] += before
+            before = answers[0]["multiply_adds"]
+        delivered: list[Delivery] = [
+            (asked[row], answers[row] | ({"stop": stop} if stop else {}), stop is not None) for row, stop in told
+        ]
         kept_n = torch.tensor(stays, dtype=torch.int64)
         asked, inputs, number = [asked[row] for row in stays], inputs[kept_n], number + 1
         yield delivered
@@ -150,8 +147,9 @@ def look_along(asked: list[Asked]) -> Iterator[list[Delivery]]:
 
 def go_on(one: Asked, length: int, temperature: float, top_p: float) -> Iterator[list[Delivery]]:
     """One token a step."""
-    model = one.served.model
+    model, codec, decoder = one.served.model, one.served.codec, getincrementaldecoder("utf-8")(errors="replace")
     assert isinstance(model, GPT)
+    assert codec is not None
     drawn = model.generate(
         one.inputs,
         length,
@@ -165,7 +163,8 @@ def go_on(one: Asked, length: int, temperature: float, top_p: float) -> Iterator
         now = perf_counter()
         late = one.deadline is not None and now + 1.5 * (now - began) > one.deadline
         stop = {"stop": "length" if number == length else "deadline"} if number == length or late else {}
-        yield [(one, {"token": int(token_1), "experts": int(experts_1)} | stop, bool(stop))]
+        text = decoder.decode(codec.bytes_of[int(token_1)], final=bool(stop))
+        yield [(one, {"text": text, "token": int(token_1), "experts": int(experts_1)} | stop, bool(stop))]
         if stop or one.gone:
             return
         began = perf_counter()
@@ -177,17 +176,6 @@ def reached(out: Output, budgets_n: list[int | None]) -> list[bool]:
     counts = [route.num_active.reshape(len(budgets_n), -1) for route in out.routes]
     most_n = torch.cat(counts, 1).amax(1).tolist()
     return [budget is not None and most >= budget for most, budget in zip(most_n, budgets_n, strict=True)]
-
-
-def rows_of(out: Output, rows: Tensor) -> Output:
-    """The same of some rows."""
-
-    def some(part: Any) -> Any:
-        if isinstance(part, tuple):  # a route, or its rates
-            return type(part)(*map(some, part))
-        return None if part is None else part[rows]
-
-    return out._replace(logits=some(out.logits), routes=tuple(map(some, out.routes)), num_looks=some(out.num_looks))
 
 
 def describe(served: Served, inputs: Tensor, out: Output, whole: bool = False) -> list[Answer]:
@@ -223,12 +211,12 @@ def path_of(served: Served, out: Output, row: int) -> Answer:
     """The nodes of one row, in their order where there is one, and the firing rates of all."""
     nodes: list[list[int]] = []
     for block, route in enumerate(out.routes):
-        active_LN = route.active[row, -1] if served.codec else route.active[row]
+        place = (row, -1) if served.codec else row
+        active_LN = route.active[place]
         found = active_LN.nonzero().tolist()
         if route.nodes is not None:
-            nodes_T = route.nodes[row, -1] if served.codec else route.nodes[row]
-            ordered = [list(divmod(node, active_LN.shape[-1])) for node in nodes_T.tolist() if node >= 0]
-            found = [node for node in ordered if node in found]
+            ordered = [list(divmod(node, active_LN.shape[-1])) for node in route.nodes[place].tolist() if node >= 0]
+            found = [node for node in ordered if node in found]  # after a layer, the nodes of those below are to come
         nodes += [[block, *node] for node in found] if served.codec else found
     path: Answer = {"nodes": nodes}
     if served.codec:
@@ -238,14 +226,14 @@ def path_of(served: Served, out: Output, row: int) -> Answer:
     return path
 
 
-def check_asked(served: Served, **options: Any) -> None:
+def check_asked(served: Served, given: dict[str, Any]) -> None:
     """Refuse options that a model does not know, as the library does."""
-    if not served.model.answers_along_the_way:
-        for name in ("select", "max_experts"):
-            rule = f"only for models that answer along the way, {served.name} does not"
-            require(options.get(name) is None, name, options.get(name), rule)
-        if served.codec:
-            for name in ("sure", "max_ms", "trace", "stream"):
-                given = options.get(name)
-                is_left_out = given is None or given is False  # a threshold of 0 is one
-                require(is_left_out, name, given, f"{served.name} has one answer only")
+    if served.model.answers_along_the_way:
+        return
+    rule = f"only for models that answer along the way, {served.name} does not"
+    rules = {"select": rule, "max_experts": rule}
+    if served.codec:
+        rules |= dict.fromkeys(("sure", "max_ms", "trace", "stream"), f"{served.name} has one answer only")
+    for name, rule in rules.items():
+        value = given.get(name)
+        require(value is None or value is False, name, value, rule)  # a threshold of 0 is one

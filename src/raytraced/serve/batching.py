@@ -9,7 +9,7 @@ import heapq
 import itertools
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from raytraced.serve.answering import Asked, Delivery, answer
+from raytraced.serve.metrics import Metrics
 
+SENDING = 0.001  # seconds before a deadline at which an answer should leave
 TURN = 0.01  # seconds of steps, at most, then those who arrive and leave have theirs
 PASSES = 5  # of the event loop, that a request takes until it waits here, or an answer until it has left
 
@@ -35,10 +37,10 @@ class Run:
 
 
 class Worker:
-    """Takes rows, and calls `deliver` with what each step gave, and `saw_batch` with how many rows it had."""
+    """Takes rows, computes, and hands out and counts what each step gave."""
 
-    def __init__(self, deliver: Callable[[list[Delivery]], None], saw_batch: Callable[[int], None]) -> None:
-        self.deliver, self.saw_batch = deliver, saw_batch
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
         self.waiting: dict[tuple[Any, ...], list[tuple[float, int, Asked]]] = {}  # by key, the most urgent first
         self.going: list[Run] = []
         self.number, self.submitted = itertools.count(), asyncio.Event()
@@ -98,10 +100,24 @@ class Worker:
             return True
         if delivered is None:
             return False
-        self.saw_batch(len(run.asked))
+        self.metrics.observe("raytraced_batch_rows", len(run.asked))
         self.deliver(delivered)
         done = {id(one) for one, _, last in delivered if last}
         run.asked = [one for one in run.asked if id(one) not in done and not one.gone]
         if run.asked:
             self.going.append(run)
         return bool(delivered)
+
+    def deliver(self, delivered: list[Delivery]) -> None:
+        """What a step gave, to those who asked."""
+        for delivery in delivered:
+            asked, told, last = delivery
+            if last and isinstance(told, dict):
+                name = asked.served.name
+                self.metrics.add("raytraced_answers_total", model=name, stop=told["stop"])
+                self.metrics.add("raytraced_experts_total", told["experts"], model=name)
+                self.metrics.add("raytraced_multiply_adds_total", told.get("multiply_adds", 0), model=name)
+                if asked.deadline is not None:
+                    late = max(0.0, perf_counter() - asked.deadline - SENDING)
+                    self.metrics.observe("raytraced_overshoot_seconds", late)
+            asked.deliver(delivery)

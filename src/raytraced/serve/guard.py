@@ -2,12 +2,12 @@
 
 import asyncio
 import ipaddress
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raytraced.serve.limits import Limits, RefusedError
@@ -58,11 +58,7 @@ class Guard:
             self.check(scope, works)
             await self.app(scope, receive, send_on)
         except RefusedError as error:
-            headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-            headers += [(b"retry-after", b"1")] if error.status in (429, 503) else []
-            body = json.dumps({"error": {"rule": error.rule, "message": error.message}}).encode()
-            await send_on({"type": "http.response.start", "status": error.status, "headers": headers})
-            await send_on({"type": "http.response.body", "body": body})
+            await error.response()(scope, receive, send_on)
         finally:
             self.state.under_way -= works
             path = scope["path"] if scope["path"] in self.paths else "other"
@@ -71,13 +67,13 @@ class Guard:
 
     def check(self, scope: Scope, works: bool) -> None:
         """Refuse a request by its head."""
-        headers = [(name.lower(), value.decode("latin-1")) for name, value in scope["headers"]]
-        hosts = [value for name, value in headers if name == b"host"]
+        headers = Headers(scope=scope)
+        hosts = headers.getlist("host")
         if len(hosts) != 1 or not self.knows(host_of(f"//{hosts[0]}")):
             raise RefusedError(403, "host", "host: this server is called by another name; see --hosts")
-        for name, value in headers:
+        for origin in headers.getlist("origin"):
             # a page of another server may not ask: its origin is not the address that it asks
-            if name == b"origin" and value.lower() not in (f"http://{hosts[0]}".lower(), f"https://{hosts[0]}".lower()):
+            if origin.lower() not in (f"http://{hosts[0]}".lower(), f"https://{hosts[0]}".lower()):
                 raise RefusedError(403, "origin", "origin: only this server's own page may ask")
         if self.state.ending:
             raise RefusedError(503, "ending", "the server is about to end; nothing new is begun")
@@ -87,15 +83,13 @@ class Guard:
 
     def knows(self, host: str | None) -> bool:
         """Whether the server may be called by this name."""
-        if host is None or host in self.hosts:
-            return host is not None
-        if not self.takes_numbers:
-            return False
+        if host in self.hosts:
+            return True
         try:
-            ipaddress.ip_address(host)
+            ipaddress.ip_address(host or "")
         except ValueError:
             return False
-        return True
+        return self.takes_numbers
 
 
 def host_of(address: str) -> str | None:

@@ -1,6 +1,14 @@
 """What the server takes, and how it says no."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+
+CLOSED = {"Connection": "close"}  # what is left of a body that is not wanted would have to be read
+HEADERS = dict.fromkeys((403, 408, 413), CLOSED) | dict.fromkeys((429, 503), CLOSED | {"Retry-After": "1"})
 
 
 @dataclass(frozen=True)
@@ -26,9 +34,18 @@ class Limits:
 class RefusedError(Exception):
     """A request that is not answered: its HTTP status, the rule that it breaks, and a sentence."""
 
-    def __init__(self, status: int, rule: str, message: str) -> None:
+    def __init__(self, status: int, rule: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
-        self.status, self.rule, self.message = status, rule, message
+        self.status, self.content = status, {"error": {"rule": rule, "message": message}}
+        self.headers = {**(headers or {}), **HEADERS.get(status, {})}
+
+    def response(self) -> Response:
+        return send_json(self.content, self.status, self.headers)
+
+
+def send_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    # Only ASCII: a message may quote half a surrogate pair, which no encoding has.
+    return Response(json.dumps(value).encode(), status, headers, "application/json")
 
 
 def shown(value: object) -> str:

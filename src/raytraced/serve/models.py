@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from raytraced import operations
 from raytraced.cost import num_parameters
-from raytraced.layer import Call, Look, Looks, mapped
+from raytraced.layer import Look, Looks
 from raytraced.models.classifier import Classifier
 from raytraced.models.gpt import GPT
-from raytraced.models.output import Model, Output
-from raytraced.routers.prefixes import FEW_ROWS, expert_looks
+from raytraced.models.output import LookAt, Model, Output
+from raytraced.routers.prefixes import FEW_ROWS
 from raytraced.routers.raytraced import RaytracedExperts
 from raytraced.saving import load
 from raytraced.tasks.images.task import known_classes
@@ -64,9 +64,10 @@ class Served:
         return channels, height, width
 
     @cached_property
-    def traced(self) -> bool:
-        """Whether there is an answer after every expert, in the order of a sequence."""
-        return isinstance(self.model, Classifier) and isinstance(self.model.layer, RaytracedExperts)
+    def look(self) -> LookAt:
+        """After what there is an answer along the way: every expert where they come in an order, else every layer."""
+        in_order = isinstance(self.model, Classifier) and isinstance(self.model.layer, RaytracedExperts)
+        return "expert" if in_order or self.codec else "layer"
 
     @cached_property
     def num_rows(self) -> int:
@@ -84,18 +85,13 @@ class Served:
         out: Output = self.model(inputs, max_experts=max_experts, **draws)
         return last_token(out) if self.codec else out
 
-    def looks(self, inputs: Tensor, look: str, max_experts: int | None, **draws: Any) -> Looks[Output]:
+    def looks(self, inputs: Tensor, look: LookAt, max_experts: int | None, **draws: Any) -> Looks[Output]:
         """The answers with at most 0, 1, 2, … experts, or after each layer, of rows that go on."""
         if self.codec is not None:
             return text_looks(self.model, inputs, max_experts, **draws)
-        if look == "layer":
-            return self.model.looks(inputs, "layer", max_experts=max_experts, **draws)
-        assert isinstance(self.model, Classifier)
-        assert isinstance(self.model.layer, RaytracedExperts)
         # each prefix anew, in one call of the library: an answer is that of `max_experts`, bit for bit
-        hidden_BD = self.model.input_block(inputs)
-        steps = expert_looks(self.model.layer, hidden_BD, Call(**draws), max_experts, again=True)
-        return mapped(steps, self.model.answer_of)
+        again = {"again": True} if look == "expert" else {}
+        return self.model.looks(inputs, look, max_experts=max_experts, **again, **draws)
 
     def told(self) -> dict[str, Any]:
         """What /api/models says of it."""

@@ -25,17 +25,6 @@ from raytraced.tasks.images.loading import read_image
 FORMATS = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG"}
 
 
-class NamedFile(io.BytesIO):
-    """A file in memory that messages can name."""
-
-    def __init__(self, name: str, content: bytes) -> None:
-        super().__init__(content)
-        self.called = name
-
-    def __str__(self) -> str:
-        return self.called
-
-
 def read_body(body: bytes, schema: Schema) -> dict[str, Any]:
     """The object that a body holds."""
 
@@ -56,17 +45,14 @@ def read_body(body: bytes, schema: Schema) -> dict[str, Any]:
 
 def find_model(given: dict[str, Any], models: Sequence[Served]) -> Served:
     """The model that is asked for, by default the first that takes such input."""
-    is_text = "text" in given
-    if "model" in given:
-        served = next(one for one in models if one.name == given["model"])
-        if (served.codec is not None) != is_text:
-            takes = "images" if is_text else "text"
-            raise RefusedError(422, "input", f"model={shown(served.name)}: takes {takes}, which was not given")
-        return served
+    is_text, name = "text" in given, given.get("model")
     for served in models:
-        if (served.codec is not None) == is_text:
+        if name in (None, served.name) and (served.codec is not None) == is_text:
             return served
-    raise RefusedError(422, "input", f"{'text' if is_text else 'images'}: no model here takes any")
+    if name is None:
+        raise RefusedError(422, "input", f"{'text' if is_text else 'images'}: no model here takes any")
+    takes = "images" if is_text else "text"
+    raise RefusedError(422, "input", f"model={shown(name)}: takes {takes}, which was not given")
 
 
 def read_inputs(given: dict[str, Any], served: Served, limits: Limits) -> list[Tensor]:
@@ -108,9 +94,9 @@ def read_images(images: dict[str, Any], served: Served, limits: Limits) -> list[
             found.append(read_pixels(name, image, (C, H, W)))
             continue
         try:
-            pixels_CHW = read_image(NamedFile(name, files[name]), height=H, width=W, colour=C > 1)
-        except ValueError as error:
-            raise RefusedError(422, "image", str(error)) from None
+            pixels_CHW = read_image(io.BytesIO(files[name]), height=H, width=W, colour=C > 1)
+        except ValueError as error:  # which begins with the file: one in memory has no name of its own
+            raise RefusedError(422, "image", f"{name}: {str(error).partition(': ')[2]}") from None
         found.append(torch.from_numpy(pixels_CHW)[None])
     return found
 

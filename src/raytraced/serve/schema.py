@@ -1,29 +1,33 @@
 """What requests may hold: JSON schemas that the server checks by, and that its OpenAPI document is made of."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any
 
 from raytraced.serve.limits import Limits, RefusedError, shown
 
 Schema = dict[str, Any]
-STOPS = ("sure", "end", "budget", "deadline", "length")
-_TYPES = {"string": str, "boolean": bool, "array": list, "object": dict}
+STOPS = ["sure", "end", "budget", "deadline", "length"]
+KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # the types of JSON: in words, and whether a value is one
+    "string": ("a string", lambda value: type(value) is str),
+    "boolean": ("true or false", lambda value: type(value) is bool),
+    "array": ("an array", lambda value: type(value) is list),
+    "object": ("an object", lambda value: type(value) is dict),
+    "integer": ("an integer", lambda value: type(value) is int or (type(value) is float and value.is_integer())),
+    "number": ("a finite number", lambda value: type(value) is int or (type(value) is float and isfinite(value))),
+}
 
 
 def check(value: Any, schema: Schema, name: str = "body") -> None:
     """Refuse what does not fit a schema, saying where and why; knows the words of JSON Schema that are used below."""
-    if "oneOf" in schema and "type" not in schema:
-        fitting = [part for part in schema["oneOf"] if _is(value, part["type"])]
-        _require(bool(fitting), name, value, " or ".join(_told(part["type"]) for part in schema["oneOf"]))
-        check(value, fitting[0], name)
-        return
-    kind = schema["type"]
-    _require(_is(value, kind), name, value, _told(kind))
+    kinds = [schema] if "type" in schema else schema["oneOf"]
+    fitting = [one for one in kinds if KINDS[one["type"]][1](value)]
+    _require(bool(fitting), name, value, " or ".join(KINDS[one["type"]][0] for one in kinds))
+    schema, kind = fitting[0], fitting[0]["type"]
     if "enum" in schema:
         _require(value in schema["enum"], name, value, f"one of {', '.join(schema['enum'])}", "choice")
     elif kind == "object":
-        _check_object(value, schema, name)
+        _check_object(value, schema)
     elif kind == "array":
         _check_array(value, schema, name)
     elif kind == "string":
@@ -36,7 +40,7 @@ def check(value: Any, schema: Schema, name: str = "body") -> None:
         _require(high is None or value <= high, name, value, f"at most {high}", "range")
 
 
-def _check_object(value: dict[str, Any], schema: Schema, name: str) -> None:
+def _check_object(value: dict[str, Any], schema: Schema) -> None:
     known = schema["properties"]
     for key, one in value.items():
         _require(key in known, key, one, f"left out: there is no such entry; there are {', '.join(known)}", "entry")
@@ -50,7 +54,7 @@ def _check_object(value: dict[str, Any], schema: Schema, name: str) -> None:
 
 
 def _check_array(value: list[Any], schema: Schema, name: str) -> None:
-    low, high, items = schema.get("minItems", 0), schema.get("maxItems", len(value)), schema["items"]
+    low, high, items = schema["minItems"], schema.get("maxItems", len(value)), schema["items"]
     _require(len(value) >= low, name, None, f"at least {low} long, it is {len(value)}", "length")
     rule = "batch" if name == "images" else "length"
     _require(len(value) <= high, name, None, f"at most {high} long, it is {len(value):,}", rule)
@@ -64,19 +68,6 @@ def _check_array(value: list[Any], schema: Schema, name: str) -> None:
         check(one, items, f"{name}[{index}]")
 
 
-def _is(value: Any, kind: str) -> bool:
-    if kind in ("integer", "number"):
-        if isinstance(value, float):
-            return isfinite(value) and (kind == "number" or value.is_integer())
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, _TYPES[kind])
-
-
-def _told(kind: str) -> str:
-    article = "an" if kind[0] in "aeiou" else "a"
-    return {"number": "a finite number", "boolean": "true or false"}.get(kind, f"{article} {kind}")
-
-
 def _require(holds: bool, name: str, value: Any, what: str, rule: str = "type") -> None:
     if not holds:
         given = "" if value is None else f"={shown(value)}"
@@ -88,154 +79,134 @@ def one_of(*schemas: Schema, **more: Any) -> Schema:
     return {"oneOf": list(schemas), **more}
 
 
-def object_of(properties: dict[str, Schema], required: Sequence[str] = (), **more: Any) -> Schema:
-    """An object of some entries and no others."""
-    asked = {"required": list(required)} if required else {}
-    return {"type": "object", "properties": properties, "additionalProperties": False, **asked, **more}
+def of(kind: str, about: str | None = None, **more: Any) -> Schema:
+    """A schema of one type, and what it is about."""
+    return {"type": kind, **more} | ({"description": about} if about else {})
 
 
-def array_of(items: Schema, least: int = 1, **more: Any) -> Schema:
+def array_of(items: Schema, about: str | None = None, least: int = 1, **more: Any) -> Schema:
     """A list."""
-    return {"type": "array", "items": items, "minItems": least, **more}
+    return of("array", about, items=items, minItems=least, **more)
+
+
+def object_of(properties: dict[str, Schema], **more: Any) -> Schema:
+    """An object of some entries and no others."""
+    return of("object", properties=properties, additionalProperties=False, **more)
 
 
 def request_schemas(names: Sequence[str], limits: Limits) -> dict[str, Schema]:
     """The body of each POST, by its path."""
-    integer: Schema = {"type": "integer"}
-    number: Schema = {"type": "number"}
-    value = integer | {"minimum": 0, "maximum": 255}
+    value = of("integer", minimum=0, maximum=255)
     # rows of pixels, or channels of rows: which of them a model takes is known only when the model is
     pixels = array_of(array_of(one_of(value, array_of(value))))
-    file = {"type": "string", "contentEncoding": "base64", "description": "a PNG or JPEG file in base64"}
+    file = of("string", "a PNG or JPEG file in base64", contentEncoding="base64")
     image = one_of(file, pixels, description="a file, of any size; or the pixels of an image of the model's own size")
-    inputs: dict[str, Schema] = {
-        "image": image,
-        "images": array_of(image, maxItems=limits.batch),
-        "text": {"type": "string", "maxLength": limits.text, "description": "for a language model"},
+    text = of("string", "for a language model", maxLength=limits.text)
+    common = {
+        "model": of("string", "default: the first that takes such input", enum=list(names)),
+        "max_experts": of("integer", "of a language model: in each block", minimum=0, maximum=1_000_000),
+        "max_ms": of("number", "milliseconds until the best answer so far", exclusiveMinimum=0, maximum=600_000),
+        "seed": of("integer", "of the draws", minimum=0, maximum=2**53 - 1),
     }
-    common: dict[str, Schema] = {
-        "model": {"type": "string", "enum": list(names), "description": "default: the first that takes such input"},
-        "max_experts": integer
-        | {"minimum": 0, "maximum": 1_000_000, "description": "of a language model: in each block"},
-        "max_ms": number
-        | {"exclusiveMinimum": 0, "maximum": 600_000, "description": "milliseconds until the best answer so far"},
-        "seed": integer | {"minimum": 0, "maximum": 2**53 - 1, "description": "of the draws"},
-    }
-    choosing: dict[str, Schema] = {
-        "select": {"type": "string", "enum": ["greedy", "sample"], "description": "how experts are chosen"},
+    choosing = {
+        "select": of("string", "how experts are chosen", enum=["greedy", "sample"]),
         "sure": one_of(
-            number | {"minimum": 0, "maximum": 1},
-            {"type": "string", "enum": ["calibrated"]},
+            of("number", minimum=0, maximum=1),
+            of("string", enum=["calibrated"]),
             description="stop at the first answer whose largest probability reaches this",
         ),
     }
-    trace: dict[str, Schema] = {"trace": {"type": "boolean", "description": "the answers along the way too"}}
-    drawing: dict[str, Schema] = {
-        "length": integer | {"minimum": 1, "maximum": limits.tokens, "description": "tokens to add"},
-        "temperature": number | {"minimum": 0, "maximum": 100},
-        "top_p": number | {"exclusiveMinimum": 0, "maximum": 1},
+    drawing = {
+        "length": of("integer", "tokens to add", minimum=1, maximum=limits.tokens),
+        "temperature": of("number", minimum=0, maximum=100),
+        "top_p": of("number", exclusiveMinimum=0, maximum=1),
     }
-    single = {name: schema for name, schema in inputs.items() if name != "images"}
+    single = {"image": image, "text": text}
+    several = {"image": image, "images": array_of(image, maxItems=limits.batch), "text": text}
+    trace = {"trace": of("boolean", "the answers along the way too")}
 
-    def exactly_one(names: Sequence[str]) -> list[Schema]:
-        return [{"required": [name]} for name in names]
+    def exactly_one(inputs: dict[str, Schema], others: dict[str, Schema]) -> Schema:
+        return object_of(inputs | others, oneOf=[{"required": [name]} for name in inputs])
 
     return {
-        "/api/predict": object_of(inputs | common | choosing | trace, oneOf=exactly_one(list(inputs))),
-        "/api/stream": object_of(single | common | choosing, oneOf=exactly_one(list(single))),
-        "/api/generate": object_of({"text": inputs["text"]} | common | drawing, ["text"]),
+        "/api/predict": exactly_one(several, common | choosing | trace),
+        "/api/stream": exactly_one(single, common | choosing),
+        "/api/generate": object_of({"text": text} | common | drawing, required=["text"]),
     }
 
 
-def answer_schema() -> Schema:
-    """One answer."""
-    number, integer = {"type": "number"}, {"type": "integer"}
-    properties = {
-        "label": {"type": "string"},
-        "probability": number | {"description": "of the label"},
-        "probabilities": array_of(number) | {"description": "of all classes, or tokens, in the model's order"},
-        "experts": integer | {"description": "in the answer's set; of a text: of its last token"},
-        "multiply_adds": integer | {"description": "all that ran for it, answers along the way included"},
-        "stop": {"type": "string", "enum": list(STOPS), "description": "why it is the last one"},
-        "nodes": array_of(array_of(integer, 2), 0)
-        | {"description": "[layer, expert] of each, in order; of a text [block, layer, expert]"},
-        "rates": array_of(array_of(number)) | {"description": "the firing rate of every node (layers, experts)"},
-        "token_experts": array_of(integer, 0) | {"description": "of a text: the experts of every token"},
+def response_schemas() -> dict[str, Schema]:
+    """What is sent, by the names that the document gives it."""
+    integer, number, string = of("integer"), of("number"), of("string")
+    answer = {
+        "label": string,
+        "probability": of("number", "of the label"),
+        "probabilities": array_of(number, "of all classes, or tokens, in the model's order"),
+        "experts": of("integer", "in the answer's set; of a text: of its last token"),
+        "multiply_adds": of("integer", "all that ran for it, answers along the way included"),
+        "stop": of("string", "why it is the last one", enum=STOPS),
+        "nodes": array_of(array_of(integer, least=2), "[layer, expert], in order; of a text [block, layer, expert]", 0),
+        "rates": array_of(array_of(number), "the firing rate of every node (layers, experts)"),
+        "token_experts": array_of(integer, "of a text: the experts of every token", 0),
     }
-    answer: Schema = {"type": "object", "properties": properties, "required": ["label", "probabilities", "experts"]}
-    properties["trace"] = array_of({"type": "object", "properties": dict(properties)}, 0)
-    return answer
+    whole = answer | {"trace": array_of(of("object", properties=answer), least=0)}
+    answers = {"model": string, "answers": array_of(reference("Answer"))}
+    token = {"text": string, "token": integer, "experts": integer, "stop": of("string", enum=["length", "deadline"])}
+    error = object_of({"rule": string, "message": string}, required=["rule", "message"])
+    return {
+        "Answers": object_of(answers, required=list(answers)),
+        "Answer": of("object", properties=whole, required=["label", "probabilities", "experts"]),
+        "Token": of("object", properties=token),
+        "Error": object_of({"error": error}, required=["error"]),
+    }
+
+
+def reference(name: str) -> Schema:
+    """A schema of the document by its name."""
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+REFUSED = {
+    "403": "called by another host's name, or from another's page",
+    "503": "the server is about to end",
+    "408": "the body took too long to arrive",
+    "413": "the body is too large",
+    "415": "the body is not said to be JSON",
+    "422": "the body breaks a rule",
+    "429": "too many requests under way",
+}
+PATHS = {  # what one gets there, and as what
+    "/api/predict": ("Answers to images, or to a text", "application/json", reference("Answers")),
+    "/api/stream": ("An event for each answer: after 0, 1, 2, … experts", "text/event-stream", reference("Answer")),
+    "/api/generate": ("An event for each token that goes on with a text", "text/event-stream", reference("Token")),
+    "/api/models": ("The models, and what they take", "application/json", of("object")),
+    "/healthz": ("Whether the server is well", "application/json", of("object")),
+    "/metrics": ("Counts and times for Prometheus", "text/plain", of("string")),
+    "/openapi.json": ("This document", "application/json", of("object")),
+    "/": ("A page to look at", "text/html", of("string")),
+}
 
 
 def document(schemas: dict[str, Schema], version: str) -> Schema:
     """The OpenAPI document of the server."""
 
-    def reference(name: str) -> Schema:
-        return {"$ref": f"#/components/schemas/{name}"}
+    def response(about: str, kind: str, schema: Schema) -> Schema:
+        return {"description": about, "content": {kind: {"schema": schema}}}
 
-    def response(text: str, kind: str, schema: Schema) -> Schema:
-        return {"description": text, "content": {kind: {"schema": schema}}}
-
-    refused = {
-        status: response(text, "application/json", reference("Error"))
-        for status, text in {
-            "403": "called by another host's name, or from another's page",
-            "408": "the body took too long to arrive",
-            "413": "the body is too large",
-            "415": "the body is not said to be JSON",
-            "422": "the body breaks a rule",
-            "429": "too many requests under way",
-            "503": "the server is about to end",
-        }.items()
-    }
-    texts = {
-        "/api/predict": ("Answer", "application/json", "Answers", "what the model says"),
-        "/api/stream": ("Answer after 0, 1, 2, … experts", "text/event-stream", "Answer", "an event for each answer"),
-        "/api/generate": ("Go on with a text", "text/event-stream", "Token", "an event for each token"),
-    }
-    paths: Schema = {
-        path: {
-            "post": {
-                "operationId": path.rsplit("/", 1)[1],
-                "summary": summary,
-                "requestBody": {
-                    "required": True,
-                    "content": {"application/json": {"schema": reference(path.rsplit("/", 1)[1].capitalize())}},
-                },
-                "responses": {"200": response(told, kind, reference(name))} | refused,
-            }
-        }
-        for path, (summary, kind, name, told) in texts.items()
-    }
-    anything: Schema = {"type": "object"}
-    plain: dict[str, tuple[str, str, Schema]] = {
-        "/api/models": ("The models, and what they take", "application/json", anything),
-        "/healthz": ("Whether the server is well", "application/json", anything),
-        "/metrics": ("Counts and times for Prometheus", "text/plain", {"type": "string"}),
-        "/openapi.json": ("This document", "application/json", anything),
-        "/": ("A page to look at", "text/html", {"type": "string"}),
-    }
-    for path, (summary, kind, schema) in plain.items():
-        told = {"200": response(summary, kind, schema), "403": refused["403"], "503": refused["503"]}
-        paths[path] = {"get": {"summary": summary, "responses": told}}
-    error = {"rule": {"type": "string"}, "message": {"type": "string"}}
-    answer = answer_schema()
-    answers = object_of({"model": {"type": "string"}, "answers": array_of(reference("Answer"))}, ["model", "answers"])
-    token: Schema = {
-        "type": "object",
-        "properties": {
-            "text": {"type": "string"},
-            "token": {"type": "integer"},
-            "experts": {"type": "integer"},
-            "stop": {"type": "string", "enum": ["length", "deadline"]},
-        },
-    }
-    components = {path.rsplit("/", 1)[1].capitalize(): schema for path, schema in schemas.items()} | {
-        "Answers": answers,
-        "Answer": answer,
-        "Token": token,
-        "Error": object_of({"error": object_of(error, list(error))}, ["error"]),
-    }
+    components, paths = response_schemas(), Schema()
+    refused = {status: response(about, "application/json", reference("Error")) for status, about in REFUSED.items()}
+    for path, (summary, kind, schema) in PATHS.items():
+        operation: Schema = {"summary": summary, "responses": {"200": response(summary, kind, schema)}}
+        if path not in schemas:
+            operation["responses"] |= {status: refused[status] for status in ("403", "503")}
+            paths[path] = {"get": operation}
+            continue
+        name = path.removeprefix("/api/")
+        components[name.capitalize()] = schemas[path]
+        body = {"application/json": {"schema": reference(name.capitalize())}}
+        operation |= {"operationId": name, "requestBody": {"required": True, "content": body}}
+        operation["responses"] |= refused
+        paths[path] = {"post": operation}
     return {
         "openapi": "3.1.0",
         "info": {"title": "raytraced", "version": version},
