@@ -111,6 +111,16 @@ def test_models_without_an_order_of_experts_answer_after_each_layer(models, name
         assert (first["experts"], first["stop"]) == (0, "sure")
 
 
+def test_a_look_after_a_layer_tells_only_the_nodes_of_the_layers_so_far(served):
+    images, seen = some_images(served.image_shape, 8), 0
+    for row in range(8):
+        whole = ask(served, images, [row], every=True)[row][-1]["nodes"]
+        for look, told in enumerate(ask(served, images, [row], look="layer", every=True)[row]):
+            assert told["nodes"] == [node for node in whole if node[0] < look]
+            seen += len(told["nodes"]) < len(whole)
+    assert seen, "the test means sequences that go through several layers"
+
+
 def test_a_text_is_answered_along_the_way_too(models, files):
     served = next(one for one in models if one.name == "gpt-mre")
     model, tokens = raytraced.load(files / "gpt-mre.safetensors"), torch.tensor([list(b"To be")])

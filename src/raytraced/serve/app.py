@@ -157,13 +157,17 @@ async def receive_body(request: Request, limits: Limits) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RefusedError(415, "content-type", "content-type: must be application/json")
+    too_long = RefusedError(413, "body", f"body: must be at most {limits.body:,} bytes")
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length[:20]) > limits.body:  # nothing of it is read
+        raise too_long
     body = bytearray()
     try:
         async with asyncio.timeout(limits.seconds):
             async for part in request.stream():
                 body += part
                 if len(body) > limits.body:
-                    raise RefusedError(413, "body", f"body: must be at most {limits.body:,} bytes")
+                    raise too_long
     except ClientDisconnect:
         raise RefusedError(400, "client", "the client went away") from None
     except TimeoutError:
