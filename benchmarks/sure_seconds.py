@@ -97,7 +97,7 @@ def main() -> None:
     text = ["# Stopping when sure, in seconds", "", "Written by `benchmarks/sure_seconds.py`.", note, ""]
     for data in asked.data.split(","):
         text.append(study(data, asked.runs).markdown())
-    (HERE / "sure-seconds.md").write_text("\n".join(text), encoding="utf-8")
+        (HERE / "sure-seconds.md").write_text("\n".join(text), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def vectors(batch, layer):
 
 
 def chosen(layer, hidden, weighting=None, **changes):
-    parts = layer.traced()._replace(**{"weighting": weighting} if weighting else {})
+    parts = layer.traced(layer.router)._replace(**{"weighting": weighting} if weighting else {})
     options = {"stop": layer.router.stop, "estimator": layer.router.estimator, "temperature": 1.0}
     options |= {"num_steps": 3, "seed": None, "rows_B": None}
     return operations.raytrace.explain(parts, hidden, **options | changes)

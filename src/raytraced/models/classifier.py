@@ -19,6 +19,7 @@ from raytraced.routers.raytraced import RaytracedExperts
 from raytraced.words import require, require_one_of
 
 STAGES = (4, 8, 16)  # channels after each convolution
+PLAIN = Call()
 
 
 class InputBlock(nn.Module):
@@ -125,10 +126,8 @@ class Classifier(Model):
         return hidden_BD
 
     def answer(self, encoded: Tensor, call: Call, mask: Tensor | None = None, judge: Judge | None = None) -> Output:
-        select, most, generator, rows, looks = call  # not _asdict: one image waits for it
-        out = self.layer(
-            encoded, select=select, max_experts=most, generator=generator, rows=rows, looks=looks, mask=mask
-        )
+        plain = mask is None and call == PLAIN  # one image waits for every option
+        out = self.layer(encoded) if plain else self.layer(encoded, mask=mask, **call._asdict())
         return self.answer_of(out, judge)
 
     def answer_of(self, out: LayerOutput, judge: Judge | None = None) -> Output:

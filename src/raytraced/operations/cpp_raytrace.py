@@ -205,9 +205,8 @@ def _make_call(told: Told, data, hidden_BD, route, answer, few: bool = False) ->
         chunk = cpp_experts.chunk_rows(B, told.sizes[0], rest[: len(rest) // 2])
         threads, num_chunks = torch.get_num_threads(), max(1, -(-B // chunk))
     pointers = [tensor.data_ptr() for tensor in (*route, hidden_BD, *data)]
-    call = Call(B, threads, chunk, num_chunks, *pointers)
-    call.out, call.states, call.start = _places(told, hidden_BD, answer)
-    return call
+    drawn = [None] * (2 - len(data))  # no seed, or no rows
+    return Call(B, threads, chunk, num_chunks, *pointers, *drawn, *_places(told, hidden_BD, answer))
 
 
 def _places(told: Told, hidden_BD: Tensor, answer: Tensor) -> tuple[int | None, ...]:

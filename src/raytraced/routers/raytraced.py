@@ -128,6 +128,18 @@ class RaytracedRouter(Router):
         """Greedy unless asked otherwise; in training as the layer was made."""
         return call.select or (self.train_select if self.training else "greedy")
 
+    def options(self, call: Call) -> dict[str, Any]:
+        """Those of a sequence, checked."""
+        select, budget, num_nodes = self.how(call), call.max_experts, self.num_layers * self.num_experts
+        if select not in ("greedy", "sample") or (budget is not None and (type(budget) is not int or budget < 0)):
+            check_sequence_options(select=select, stop=self.stop, estimator=self.estimator, max_experts=budget)
+        return {
+            "stop": self.stop,
+            "estimator": self.estimator,
+            "temperature": self.temperature,
+            "num_steps": num_nodes if budget is None else min(budget, num_nodes),
+        }
+
     def sequence(self, hidden_BD: Tensor, call: Call) -> Route:
         """The activation sequences that hidden vectors lead to; no expert runs."""
         return activation_sequence(
@@ -239,11 +251,11 @@ class RaytracedExperts(RoutedLayer):
             assert plan.route is not None
             answer = run_dense(self.experts, hidden_BD, plan.active, plan.weights, self.stream, call.looks, True)
             return looked(answer, call, plan.route)
-        how = self.router.how(call)
-        options = self.options(how, call.max_experts)
-        seed = new_seed(call.generator, hidden_BD.device) if how == "sample" else None
+        router = self.router  # a module looks every name up for long, and one image waits for it
+        options = router.options(call)
+        seed = new_seed(call.generator, hidden_BD.device) if router.how(call) == "sample" else None
         answer, route = operations.raytrace(
-            self.traced(), hidden_BD, looks=call.looks, seed=seed, rows_B=call.rows, **options
+            self.traced(router), hidden_BD, looks=call.looks, seed=seed, rows_B=call.rows, **options
         )
         return looked(answer, call, route)
 
@@ -257,28 +269,15 @@ class RaytracedExperts(RoutedLayer):
         in_looks: Callable[[], operations.Answered],
     ) -> operations.Answered:
         """What the output layer says of each row when it is sure first; `in_looks` asks it after one layer and the next."""
-        how = self.router.how(call)
-        if how != "greedy":  # draws wait until it is known that someone goes on
+        router = self.router
+        if router.how(call) == "sample":  # draws wait until it is known that someone goes on
             return in_looks()
         self.check(hidden_BD)
-        options = self.options(how, call.max_experts)
-        return operations.until_sure(self.traced(), hidden_BD, head, sure, mask_B, in_looks, **options)
+        options = router.options(call)
+        return operations.until_sure(self.traced(router), hidden_BD, head, sure, mask_B, in_looks, **options)
 
-    def options(self, select: Select, budget: int | None) -> dict[str, Any]:
-        """Those of a sequence, checked."""
-        router, num_nodes = self.router, self.router.routing.num_nodes
-        if select not in ("greedy", "sample") or (budget is not None and (type(budget) is not int or budget < 0)):
-            check_sequence_options(select=select, stop=router.stop, estimator=router.estimator, max_experts=budget)
-        return {
-            "stop": router.stop,
-            "estimator": router.estimator,
-            "temperature": router.temperature,
-            "num_steps": num_nodes if budget is None else min(budget, num_nodes),
-        }
-
-    def traced(self) -> operations.Traced:
+    def traced(self, router: RaytracedRouter) -> operations.Traced:
         """What one call may run as a whole."""
-        router = self.router
         return operations.Traced(router.routing, self.experts, router.maps(), router.weighting, self.stream)
 
     def extra_repr(self) -> str:

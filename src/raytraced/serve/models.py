@@ -124,7 +124,7 @@ def rows_are_apart(model: Model) -> bool:
         return False
     layer, router, block = model.layer, model.layer.router, model.input_block
     hidden_BD = router.gate["weight"].new_zeros(FEW_ROWS, layer.dim)
-    if operations.raytrace.explain(layer.traced(), hidden_BD).name != "cpp":
+    if operations.raytrace.explain(layer.traced(layer.router), hidden_BD).name != "cpp":
         return False
     if not block.convolves:
         return True
