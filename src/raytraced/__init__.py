@@ -12,14 +12,14 @@ _HOMES = {
     "routing": ("RoutingNetwork", "Rates"),
     "sequence": ("Route", "stop_losses"),
     "grid": ("MLPExperts",),
-    "layer": ("RoutedLayer", "LayerOutput", "HiddenOnly"),
+    "layer": ("RoutedLayer", "LayerOutput"),
     "routers.raytraced": ("activation_sequence", "RaytracedExperts", "PAPER"),
     "models.output": ("Output", "Model"),
     "models.table": ("build",),
     "models.gpt": ("GPT",),
     "stopping": ("anytime", "Step"),
     "saving": ("load", "save"),
-    "replace": ("replace_feed_forward",),
+    "replace": ("HiddenOnly", "replace_feed_forward"),
     "operations": (),
     "rays": (),
 }
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from raytraced import operations as operations
     from raytraced import rays as rays
     from raytraced.grid import MLPExperts as MLPExperts
-    from raytraced.layer import HiddenOnly as HiddenOnly
     from raytraced.layer import LayerOutput as LayerOutput
     from raytraced.layer import RoutedLayer as RoutedLayer
     from raytraced.models.gpt import GPT as GPT
     from raytraced.models.output import Model as Model
     from raytraced.models.output import Output as Output
     from raytraced.models.table import build as build
+    from raytraced.replace import HiddenOnly as HiddenOnly
     from raytraced.replace import replace_feed_forward as replace_feed_forward
     from raytraced.routers.raytraced import PAPER as PAPER
     from raytraced.routers.raytraced import RaytracedExperts as RaytracedExperts

@@ -176,6 +176,22 @@ Grid = Experts | Layer
 MLPS = (MLPExperts, MLPLayer)
 
 
+def make_grid(
+    dim: int,
+    num_layers: int,
+    num_experts: int,
+    expert: Callable[[], nn.Module] | None = None,
+    hidden: int | None = None,
+    num_hidden: int = 2,
+) -> Experts:
+    """The experts of a layer: the paper's MLPs of some width, or modules of a factory of one's own."""
+    if expert is None:
+        return MLPExperts(num_layers, num_experts, dim, hidden, num_hidden)
+    if hidden is not None or num_hidden != 2:
+        raise ValueError(f"hidden={hidden}, num_hidden={num_hidden}: are for the default MLP, not with `expert`")
+    return ModuleExperts(num_layers, num_experts, expert)
+
+
 class Plan(NamedTuple):
     """Who runs where, known before any expert runs: the rows of each expert, sorted by layer, expert and row."""
 

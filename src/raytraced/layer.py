@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from raytraced import operations
 from raytraced.draws import check_generator, new_seed, uniform
-from raytraced.grid import Experts, MLPExperts, ModuleExperts, Stream, run_stream
+from raytraced.grid import Experts, Stream, make_grid, run_stream
 from raytraced.routing import Rates
 from raytraced.sequence import Route, Select
 from raytraced.words import require, require_one_of
@@ -317,22 +317,6 @@ class RoutedLayer(nn.Module):
         return f"stream={self.stream}"
 
 
-def make_grid(
-    dim: int,
-    num_layers: int,
-    num_experts: int,
-    expert: Callable[[], nn.Module] | None = None,
-    hidden: int | None = None,
-    num_hidden: int = 2,
-) -> Experts:
-    """The experts of a layer: the paper's MLPs of some width, or modules of a factory of one's own."""
-    if expert is None:
-        return MLPExperts(num_layers, num_experts, dim, hidden, num_hidden)
-    if hidden is not None or num_hidden != 2:
-        raise ValueError(f"hidden={hidden}, num_hidden={num_hidden}: are for the default MLP, not with `expert`")
-    return ModuleExperts(num_layers, num_experts, expert)
-
-
 def routed_layer(
     router: type[Router],
     dim: int,
@@ -404,18 +388,3 @@ def _map(route: Route, change: Callable[[Tensor], Tensor]) -> Route:
         None if rates is None else Rates(change(rates.nodes), change(rates.output)),
         None if num_runs is None else change(num_runs),
     )
-
-
-class HiddenOnly(nn.Module):
-    """For nn.Sequential and for blocks of one's own: a routed layer that returns only its hidden vectors.
-
-    With `update=True` it returns what the experts add, alone, as an MLP block does inside `x + block(norm(x))`.
-    """
-
-    def __init__(self, layer: nn.Module, *, update: bool = False) -> None:
-        super().__init__()
-        self.layer, self.update = layer, update
-
-    def forward(self, hidden: Tensor, **options: Any) -> Tensor:
-        out: LayerOutput = self.layer(hidden, **options)
-        return out.update if self.update else out.hidden

@@ -1,4 +1,4 @@
-"""Raytraced experts in place of the feed-forward blocks of an existing model.
+"""Raytraced experts in other models: as a block of plain vectors, and in place of the feed-forward blocks that are there.
 
 Axes: n rows, D width, L layers, N experts a layer.
 """
@@ -11,9 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raytraced.layer import HiddenOnly, LayerOutput, RoutedLayer
+from raytraced.layer import LayerOutput, RoutedLayer
 from raytraced.routers.raytraced import RaytracedExperts
 from raytraced.words import did_you_mean, require
+
+
+class HiddenOnly(nn.Module):
+    """For nn.Sequential and for blocks of one's own: a routed layer that returns only its hidden vectors.
+
+    With `update=True` it returns what the experts add, alone, as an MLP block does inside `x + block(norm(x))`.
+    """
+
+    def __init__(self, layer: nn.Module, *, update: bool = False) -> None:
+        super().__init__()
+        self.layer, self.update = layer, update
+
+    def forward(self, hidden: Tensor, **options: Any) -> Tensor:
+        out: LayerOutput = self.layer(hidden, **options)
+        return out.update if self.update else out.hidden
 
 
 class FeedForward(HiddenOnly):

@@ -6,7 +6,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytraced import PAPER, RaytracedExperts, build, operations, sequence
-from raytraced.layer import HiddenOnly
+from raytraced.replace import HiddenOnly
 
 LOOKS = {
     "aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::masked_select",

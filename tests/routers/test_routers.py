@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from raytraced.draws import uniform
-from raytraced.grid import update_dense
-from raytraced.layer import Choice, RoutedLayer, Router, make_grid, routed_layer
+from raytraced.grid import make_grid, update_dense
+from raytraced.layer import Choice, RoutedLayer, Router, routed_layer
 from raytraced.routers.ada_k import AdaK
 from raytraced.routers.aux_free import AuxFree
 from raytraced.routers.chain import ChainOfExperts

@@ -16,7 +16,8 @@ from raytraced import operations
 from raytraced.benchmark.model_workloads import BATCH_SIZE, SEED, STATES, Bench, TrainingStep, forced, recipe, seeded
 from raytraced.benchmark.results import Outcome
 from raytraced.benchmark.timing import Contender
-from raytraced.layer import HiddenOnly, LayerOutput, RoutedLayer, routed_layer
+from raytraced.layer import LayerOutput, RoutedLayer, routed_layer
+from raytraced.replace import HiddenOnly
 from raytraced.routers.raytraced import RaytracedExperts, activation_sequence
 from raytraced.routers.top_k import TopK
 from raytraced.routing import RoutingNetwork

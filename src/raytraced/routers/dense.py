@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from raytraced.grid import Stream, run_stream
-from raytraced.layer import Call, Choice, LayerOutput, RoutedLayer, Router, looked, make_grid
+from raytraced.grid import Stream, make_grid, run_stream
+from raytraced.layer import Call, Choice, LayerOutput, RoutedLayer, Router, looked
 from raytraced.sequence import Route
 from raytraced.words import require
 

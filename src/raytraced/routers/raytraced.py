@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from raytraced import operations
 from raytraced.draws import new_seed
-from raytraced.grid import Stream, run_dense
-from raytraced.layer import Call, Choice, LayerOutput, RoutedLayer, Router, Work, flat, looked, make_grid
+from raytraced.grid import Stream, make_grid, run_dense
+from raytraced.layer import Call, Choice, LayerOutput, RoutedLayer, Router, Work, flat, looked
 from raytraced.routing import GateInit, RoutingNetwork, entry_rates, sight_logits
 from raytraced.sequence import WEIGHTINGS, Estimator, Route, Select, Stop, check_sequence_options
 from raytraced.words import require, require_one_of
