@@ -49,9 +49,8 @@ def cache_root(root: str | Path | None = None) -> Path:
 
 def obtain(public_set: PublicSet, root: Path, *, hashed: bool = False) -> Arrays:
     """Return the arrays of a public set from the cache, fetching them first where they are missing or altered."""
-    with contextlib.suppress(
-        DamagedError, FileNotFoundError
-    ):  # another process may be replacing it: looked at again below
+    # Another process may be replacing it: what is not right is looked at again below, under the lock.
+    with contextlib.suppress(DamagedError, FileNotFoundError):
         return read_entry(root, public_set, hashed=hashed)
     with locked(root, public_set):
         try:

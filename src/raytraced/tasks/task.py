@@ -17,12 +17,8 @@ from raytraced.models.output import Model
 from raytraced.models.table import build, find_model, model_names
 from raytraced.words import did_you_mean, require
 
-KINDS = {
-    bool: "true or false",
-    int: "a whole number",
-    int | None: "a whole number",
-    str: "a path",
-}  # of options of data
+# What an option of data must be, by its type.
+KINDS = {bool: "true or false", int: "a whole number", int | None: "a whole number", str: "a path"}
 S = TypeVar("S", bound=Sized)
 
 

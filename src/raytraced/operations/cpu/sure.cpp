@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "instructions.h"
-#include "pairs.h"
 #include "raytrace.h"
 #include "threads.h"
 
