@@ -8,7 +8,7 @@ from typing import get_type_hints
 import pytest
 import yaml
 
-from raytraced.cli import COMMANDS, import_target, main, make_parser, read_arguments
+from raytraced.cli import COMMANDS, main, make_parser, read_arguments
 from raytraced.commands.training import train
 from raytraced.training.config import TrainConfig
 
@@ -82,7 +82,7 @@ def test_help_version_and_tables_never_load_torch(tmp_path):
 
 
 def test_no_command_loads_torch_to_be_parsed():
-    program = "import sys; from raytraced.cli import *; [import_target(c.target) for c in COMMANDS.values()]; "
+    program = "import sys; from raytraced.cli import *; [c.function for c in COMMANDS.values()]; "
     subprocess.run([sys.executable, "-c", program + "sys.exit('torch' in sys.modules)"], check=True)
 
 
@@ -143,11 +143,11 @@ def test_printed_configuration_gives_the_same_configuration(tmp_path, capsys):
 
 def test_every_command_leads_to_a_function():
     for command in COMMANDS.values():
-        assert callable(import_target(command.target))
+        assert callable(command.function)
 
 
 def test_every_option_of_every_command_is_told():
     for name, command in COMMANDS.items():
-        function = import_target(command.target)
+        function = command.function
         parser = make_parser(name, function, get_type_hints(function) | {"return": None})
         assert [action.dest for action in parser._actions if not action.help] == []

@@ -24,7 +24,7 @@ import pytest
 from docstring_parser import parse_from_object
 from PIL import Image
 
-from raytraced.cli import COMMANDS, find_command, import_target, main, read_arguments
+from raytraced.cli import COMMANDS, find_command, main, read_arguments
 from raytraced.models.table import FAMILIES, MODELS, complete_options
 from raytraced.reproduce.records import Record, Store, spread
 from raytraced.reproduce.tables import ACCURACY, USE, gain_over_fixed
@@ -192,7 +192,7 @@ def run_or_read(words: list[str], only_read: bool = False) -> None:
     if name is None:
         assert code_of(words) == 0
         return
-    read = read_arguments(name, import_target(COMMANDS[name].target), rest)
+    read = read_arguments(name, COMMANDS[name].function, rest)
     if only_read or not takes_seconds(name, read):
         return
     small = {"train": ["--epochs", "1", "--quiet"], "reproduce": ["--dry-run"]}

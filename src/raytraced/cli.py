@@ -3,7 +3,6 @@
 Nothing heavy is imported until a command's arguments have been read, so that help, the version and a typo answer at once.
 """
 
-import importlib
 import inspect
 import os
 import re
@@ -11,6 +10,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterable
 from itertools import pairwise
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import jsonargparse
@@ -18,7 +18,7 @@ import yaml
 
 from raytraced import __version__
 from raytraced.training.config import preset_values
-from raytraced.words import did_you_mean
+from raytraced.words import did_you_mean, type_words
 
 
 class Command(NamedTuple):
@@ -26,6 +26,10 @@ class Command(NamedTuple):
 
     target: str
     summary: str
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return typing.cast("Callable[..., Any]", resolve_name(f"raytraced.commands.{self.target}"))
 
 
 COMMANDS = {
@@ -99,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
         if name is None:
             print(overview({key: command for key, command in COMMANDS.items() if key.startswith(words[0] + " ")}))
             return 0
-        function = import_target(COMMANDS[name].target)
+        function = COMMANDS[name].function
         code = function(**read_arguments(name, function, rest))
         return code if isinstance(code, int) else 0
     except KeyboardInterrupt:
@@ -150,12 +154,6 @@ def find_command(words: list[str]) -> tuple[str | None, list[str]]:
         known = group or (key.split()[0] for key in COMMANDS)
         raise ValueError(f"{name}: no such command; {did_you_mean(name, known, SEE_HELP)}")
     return name.replace("_", "-"), words[length:]
-
-
-def import_target(target: str) -> Callable[..., Any]:
-    """The function that "file:function" names."""
-    file, _, function = target.partition(":")
-    return typing.cast("Callable[..., Any]", getattr(importlib.import_module(f"raytraced.commands.{file}"), function))
 
 
 def read_arguments(name: str, function: Callable[..., Any], words: list[str]) -> dict[str, Any]:
@@ -238,7 +236,7 @@ def explain(text: str, options: dict[str, Any], files: str) -> str:
             choices = [str(choice) for choice in typing.get_args(kind)]
             meant = did_you_mean(value[1], choices, SEE_HELP)
             return f"{key[1]}={value[1]}: must be one of {', '.join(choices)}; {meant}"
-        return f"{key[1]}={value[1]}: must be {type_name(kind)}"
+        return f"{key[1]}={value[1]}: must be {type_words(kind)}"
     unknown = re.search(r"unrecognized arguments: (\S+)", text) or re.search(r"Option '([^']+)' is not accepted", text)
     if unknown:
         word = unknown[1].partition("=")[0]
@@ -254,13 +252,6 @@ def explain(text: str, options: dict[str, Any], files: str) -> str:
             where = re.findall(r"line \d+, column \d+", text)[-1:]
             return f"-c {files}: {', '.join([told, *where])}; give a YAML file as --print_config prints it"
     return re.sub(r"\s+", " ", text.replace('Parser key "config":', "")).strip()
-
-
-def type_name(kind: Any) -> str:
-    """A type in a user's words."""
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", type(None): "null"}
-    members = typing.get_args(kind) if kind not in names and typing.get_origin(kind) not in (list, dict) else ()
-    return " or ".join(type_name(member) for member in members) if members else names.get(kind, str(kind))
 
 
 if __name__ == "__main__":

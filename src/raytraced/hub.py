@@ -15,7 +15,7 @@ from raytraced.models.card import ModelCard
 from raytraced.models.output import Model
 from raytraced.models.table import find_model
 from raytraced.saving import known_card, load, save
-from raytraced.words import require
+from raytraced.words import markdown_table, require
 
 WEIGHTS, CONFIG, PAGE = "model.safetensors", "config.json", "README.md"
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
@@ -182,27 +182,21 @@ def write_page(name: str, card: ModelCard, num_parameters: int, figures: dict[st
     lines += ["```", ""]
     if figures:
         rows = [[key, *(shown(figures[split].get(key, "")) for split in figures)] for key in figures["test"]]
-        lines += ["## Figures", "", *table(["", *figures], rows), ""]
+        lines += ["## Figures", "", *markdown_table(["", *figures], rows), ""]
     if card.calibration:
         found = card.calibration
         lines += ["## When it stops", "", f"A sample may stop once its likeliest answer has {found['sure']:.3f}"]
         lines += [f'(`sure="calibrated"`), looked at after every {found["look"]}. On test data that gave:', ""]
         rows = [[how, *map(shown, one.values())] for how, one in found.get("test", {}).items()]
-        lines += [*table(["", *next(iter(found["test"].values()))], rows), ""] if rows else []
+        lines += [*markdown_table(["", *next(iter(found["test"].values()))], rows), ""] if rows else []
     parts = {"inputs and answers": card.spec, "layer": card.options, "training": card.training}
     lines += ["## How it came about", ""]
     for part, values in parts.items():
         told = {key: value for key, value in values.items() if value not in (None, {})}
         told.pop("tokenizer", None)  # a whole file, too long for a page
         rows = [[f"`{key}`", f"`{value}`"] for key, value in told.items()]
-        lines += [*table([part, ""], rows), ""] if rows else []
+        lines += [*markdown_table([part, ""], rows), ""] if rows else []
     return "\n".join(lines)
-
-
-def table(heads: list[str], rows: list[list[str]]) -> list[str]:
-    """A table of a page; a name of a class may hold what would end its cell."""
-    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
-    return [f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *cells]]
 
 
 def shown(value: Any) -> str:

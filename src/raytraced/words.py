@@ -1,8 +1,12 @@
 """The words of an error: what was given, the rule, and what was probably meant."""
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
 def require(holds: bool, name: str, value: object, rule: str) -> None:
@@ -28,6 +32,28 @@ def require_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
     require(value in allowed, name, repr(value), f"must be one of {', '.join(allowed)}")
 
 
+def fits(value: object, kind: Any) -> bool:
+    """Whether a value may be given for an annotation."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return any(fits(value, member) for member in get_args(kind))
+    if get_origin(kind) is Callable:
+        return callable(value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is kind
+
+
+def type_words(kind: Any) -> str:
+    """An annotation in a user's words."""
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(type_words, get_args(kind)))
+    return "a function" if get_origin(kind) is Callable else TYPES.get(kind, str(kind))
+
+
 def did_you_mean(
     word: str, known: Iterable[str], otherwise: str | None = None, shown: Callable[[str], str] = str
 ) -> str:
@@ -39,3 +65,10 @@ def did_you_mean(
         if close
         else otherwise or f"must be one of {', '.join(names.values())}"
     )
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], rule: str = "---") -> list[str]:
+    """The lines of a table; what a cell holds cannot end it. The rule below the header sets the side of all but the first."""
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in (header, *rows)]
+    cells.insert(1, ["---", *[rule] * (len(header) - 1)])
+    return [f"| {' | '.join(row)} |" for row in cells]

@@ -112,13 +112,13 @@ def test_without_the_extra_one_line_says_how_to_get_it(capsys, monkeypatch):
 
 
 def test_all_shipped_models_are_served_where_none_is_named(monkeypatch):
-    from raytraced.commands.serve import shipped_models
+    from raytraced.reproduce.variants import SHIPPED as EVERY
 
-    assert set(SHIPPED) < set(shipped_models())
+    assert set(SHIPPED) < set(EVERY)
     served = []
     monkeypatch.setattr("raytraced.commands.serve.run", lambda _, server, __: served.extend(server.models))
     assert main(["serve", "--port", "0"]) == 0
-    assert [one.name for one in served] == shipped_models()
+    assert [one.name for one in served] == list(EVERY)
 
 
 def test_a_run_folder_goes_by_its_name(tmp_path, files, monkeypatch):

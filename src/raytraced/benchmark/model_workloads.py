@@ -27,7 +27,7 @@ from raytraced.training.config import TrainConfig, preset_values
 from raytraced.training.interrupt import Interrupted
 from raytraced.training.loop import train
 from raytraced.training.objective import Objective, step_seed
-from raytraced.training.optim import build_optimizer, gradient_norm, set_learning_rate
+from raytraced.training.optim import build_optimizer, set_learning_rate, take_step
 from raytraced.training.state import State
 
 SEED, BATCH_SIZE = 0, 256
@@ -58,12 +58,8 @@ class TrainingStep:
     def __call__(self) -> None:
         batch = next(self.batches)
         result = self.objective(batch, next(self.seeds), len(batch.targets))
-        for parameter in self.parameters:
-            parameter.grad = None
-        result.loss.backward()
-        norm = gradient_norm(self.parameters, None)
-        bool(norm.isfinite())  # the loop looks, before weights move
-        self.optimizer.step()
+        norm = take_step(self.optimizer, self.parameters, result.loss)
+        assert norm is not None
         self.state.count(result, norm)
 
     def contender(self, name: str, threads: int = 1) -> Contender:

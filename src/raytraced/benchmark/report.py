@@ -5,6 +5,7 @@ from typing import Any
 
 from raytraced.benchmark.results import LOADED, WORKLOADS
 from raytraced.files import write_file
+from raytraced.words import markdown_table
 
 HEAD = ("workload", "what", "against", "ratio", "quartiles", "its median", "the other's", "threads", "experts")
 
@@ -12,8 +13,7 @@ HEAD = ("workload", "what", "against", "ratio", "quartiles", "its median", "the 
 def write(content: dict[str, Any], folder: Path) -> None:
     """results.md and ratios.png beside results.json."""
     workloads, machine, code = content["workloads"], content["machine"], content["code"]
-    table = [HEAD, ("---",) * len(HEAD)]
-    table += [(name, *cells(row)) for name, entry in workloads.items() for row in entry["rows"]]
+    rows = [(name, *cells(row)) for name, entry in workloads.items() for row in entry["rows"]]
     lines = [
         "# Speed, measured",
         "",
@@ -22,7 +22,7 @@ def write(content: dict[str, Any], folder: Path) -> None:
         "",
         "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in machine.items()) + ".",
         "",
-        *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table),
+        *markdown_table(HEAD, rows),
         "",
         *(f"- **{name}**: {'; '.join([WORKLOADS[name], *remarks(e, code)])}." for name, e in workloads.items()),
         "",

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from raytraced.commands.training import find_source
+from raytraced.reproduce.variants import SHIPPED
 from raytraced.words import require
-
-SHIPPED = ("mre-mnist", "mre-fashion-mnist", "mre-cifar10", "mre-digits", "mre-paper-fashion-mnist")
 
 
 def explore(runs: list[str] | None = None, output: str = "page.html", folder: str = "runs") -> None:

@@ -58,10 +58,7 @@ def generate(
     rule = f"only for models that answer along the way, {model.name} does not"
     require(max_experts is None or model.answers_along_the_way, "max_experts", max_experts, rule)
     codec, place = Codec(model), choose_device(device)
-    tokens = codec.encode(os.fsencode(prompt)) or codec.encode(b"\n")
-    if len(tokens) > model.context:
-        unit = "bytes" if model.tokenizer is None else "tokens"
-        raise ValueError(f"prompt: has {len(tokens):,} {unit}; {model.name} looks at {model.context:,}: give fewer")
+    tokens = codec.encode_prompt("prompt", os.fsencode(prompt))
     drawn = model.to(place).generate(
         torch.tensor([tokens], device=place),
         length,

@@ -6,6 +6,7 @@ import socket
 from typing import Any, Literal
 
 from raytraced.commands.training import find_source
+from raytraced.reproduce.variants import SHIPPED
 from raytraced.words import require
 
 GRACE = 30  # seconds that a server which was told to end waits for what is under way
@@ -36,8 +37,7 @@ def serve(
         import uvicorn
     except ImportError as error:
         raise ValueError(f"serve: needs {error.name}; install it with pip install 'raytraced[serve]'") from None
-    names = models or shipped_models()
-    sources = [find_source(name, output, weights) for name in names]
+    sources = [find_source(name, output, weights) for name in models or SHIPPED]
     with listen(host, port) as listening:
         import torch
 
@@ -93,10 +93,3 @@ def listen(host: str, port: int) -> socket.socket:
     # for every connection: the end of a response must not wait until its beginning was acknowledged, 40 ms later
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
-
-
-def shipped_models() -> list[str]:
-    """The names of all models that are shipped."""
-    from pathlib import Path
-
-    return sorted(file.stem for file in (Path(__file__).parent.parent / "pretrained").glob("*.safetensors"))

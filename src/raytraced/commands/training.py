@@ -2,12 +2,13 @@
 
 import os
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from raytraced.training.config import PRIVATE_FIELDS, TrainConfig
+from raytraced.reproduce.variants import SHIPPED
+from raytraced.training.config import TrainConfig
 from raytraced.training.run_folder import RunFolder, list_runs, open_run
 from raytraced.words import check_seed, require
 
@@ -80,8 +81,7 @@ def _started_config(run: RunFolder) -> TrainConfig:
     if known is None:  # nothing is trained yet
         return run.config
     config, written = TrainConfig(**known), run.config
-    names = [one.name for one in fields(config) if one.name not in PRIVATE_FIELDS]
-    if edited := [name for name in names if getattr(config, name) != getattr(written, name)]:
+    if edited := [name for name, value in config.public().items() if value != getattr(written, name)]:
         told = f"config.yaml was edited ({', '.join(edited)}), the run goes on as it was started"
         print(f"raytraced: {told}; give changes as options: --epochs, --lr", file=sys.stderr)
     return config
@@ -293,8 +293,7 @@ def compare(runs: list[str], output: str = "runs", picture: str = "compare.png")
 
 def find_source(run: str, output: str, weights: str | None = None) -> str:
     """A file, a run or a shipped model's name, as what raytraced.load takes; weights None: there is no such option."""
-    shipped = Path(__file__).parent.parent / "pretrained" / f"{run}.safetensors"
-    if Path(run).is_file() or (not Path(run).exists() and shipped.is_file()):
+    if Path(run).is_file() or (not Path(run).exists() and run in SHIPPED):
         return run
     for path in (Path(run), Path(output) / run):
         if weights != "best" and (path / "model.safetensors").is_file():

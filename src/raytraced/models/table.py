@@ -8,12 +8,11 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 from raytraced.models.card import ModelCard
-from raytraced.words import did_you_mean, require
+from raytraced.words import did_you_mean, fits, require, type_words
 
 if TYPE_CHECKING:
     from raytraced.models.output import Model
@@ -88,7 +87,7 @@ def build(name: str, **given: Any) -> "Model":
     Images: `image_shape` (channels, height, width), `num_classes` or `class_names`, and `mean` and `std` of each channel.
     """
     family, info = find_model(name)
-    made = _import(info.model or FAMILIES[family])
+    made = resolve_name(f"raytraced.{info.model or FAMILIES[family]}")
     arguments = inspect.signature(made).parameters
     wanted = {key: each for key, each in arguments.items() if key not in ("make_layer", "dim")}
     class_names = given.pop("class_names", None)
@@ -113,55 +112,27 @@ def complete_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """All options of a model's layer, checked, defaults spelled out: with them it stays the same when defaults change."""
     family, info = find_model(name)
     _, known = _layer(info.layer)
-    made = _import(info.model or FAMILIES[family])
+    made = resolve_name(f"raytraced.{info.model or FAMILIES[family]}")
     by_family, around = getattr(made, "layer_defaults", {}), inspect.signature(made).parameters if family else {}
     for option, value in given.items():
         if option not in known:
             raise ValueError(
                 f"model option {option}: {name} has no such option; {did_you_mean(option, {**around, **known})}"
             )
-        if not _fits(value, known[option].annotation):
-            raise ValueError(f"{option}={value!r}: must be {_describe(known[option].annotation)}")
+        kind = known[option].annotation
+        require(fits(value, kind), option, repr(value), f"must be {type_words(kind)}")
     own = {key: each.default for key, each in known.items() if each.default is not each.empty}
     by_family = {key: value for key, value in by_family.items() if key in known}
-    return own | info.defaults | by_family | (_import(info.recipe) if info.recipe else {}) | given
+    return own | info.defaults | by_family | (resolve_name(f"raytraced.{info.recipe}") if info.recipe else {}) | given
 
 
 def _layer(path: str) -> tuple[Callable[..., Any], dict[str, inspect.Parameter]]:
     """What makes a layer, and its options; a router's are its own and those of the grid that it is put before."""
     from raytraced.layer import Router, routed_layer
 
-    made = _import(path)
+    made = resolve_name(f"raytraced.{path}")
     own = dict(inspect.signature(made).parameters)
     if not issubclass(made, Router):
         return made, own
     known = dict(inspect.signature(routed_layer).parameters) | own
     return partial(routed_layer, made), {key: each for key, each in known.items() if key not in ("router", "options")}
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value may be given for an annotation."""
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if get_origin(kind) in (Union, UnionType):
-        return any(_fits(value, member) for member in get_args(kind))
-    if get_origin(kind) is Callable:
-        return callable(value)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return type(value) is kind
-
-
-def _describe(kind: Any) -> str:
-    """An annotation in a user's words."""
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(get_args(kind))}"
-    if get_origin(kind) in (Union, UnionType):
-        return " or ".join(_describe(member) for member in get_args(kind))
-    names = {int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
-    return names.get(kind, "a function")
-
-
-def _import(path: str) -> Any:
-    module, _, attribute = path.partition(":")
-    return getattr(import_module(f"raytraced.{module}"), attribute)

@@ -3,13 +3,13 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal
 
 from raytraced.reproduce import variants as who
 from raytraced.reproduce.variants import Variant
-from raytraced.training.config import PRIVATE_FIELDS, TrainConfig, preset_values
+from raytraced.training.config import TrainConfig, preset_values
 from raytraced.words import did_you_mean
 
 Group = Literal["main", "equal-lr", "search", "temperature", "init"]
@@ -129,7 +129,7 @@ class Run:
     @property
     def public_config(self) -> dict[str, Any]:
         """The configuration without what may differ between machines: what makes a run this run."""
-        return {name: value for name, value in asdict(self.config).items() if name not in PRIVATE_FIELDS}
+        return self.config.public()
 
     @property
     def digest(self) -> str:

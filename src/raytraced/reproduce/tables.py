@@ -13,6 +13,7 @@ from raytraced.reproduce.claims import RECIPES, expert_loads, grid_entropy, load
 from raytraced.reproduce.plan import FULL
 from raytraced.reproduce.records import Point, Results, choose_rate, spread
 from raytraced.reproduce.variants import BALANCE_VARIANTS, DATA_NAMES, MRE_PAPER, NAMES
+from raytraced.words import markdown_table
 
 SHOWN_WITHIN = 0.1  # points that an early stop may cost on validation images
 NUM_NODES = GRID["num_layers"] * GRID["num_experts"]
@@ -60,8 +61,7 @@ class Table:
 
     def lines(self) -> list[str]:
         """The rows as Markdown."""
-        rule = ["---", *["---:"] * (len(self.header) - 1)]
-        return [f"| {' | '.join(cells)} |" for cells in (self.header, rule, *self.rows)]
+        return markdown_table(self.header, self.rows, "---:")
 
     def markdown(self) -> str:
         """With its title and its note."""

@@ -16,7 +16,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from raytraced.models.gpt import GPT
 from raytraced.serve.limits import Limits, RefusedError, shown
 from raytraced.serve.models import Served
 from raytraced.serve.schema import Schema, check
@@ -66,18 +65,13 @@ def read_inputs(given: dict[str, Any], served: Served, limits: Limits) -> list[T
 
 def read_text(text: str, served: Served) -> Tensor:
     """The tokens of a text (1, T); of an empty one, those of a new line."""
-    assert isinstance(served.model, GPT)
     assert served.codec is not None
     try:
-        content = text.encode()
+        return torch.tensor([served.codec.encode_prompt("text", text.encode())])
     except UnicodeEncodeError:
         raise RefusedError(422, "text", "text: must be Unicode, it has half a surrogate pair") from None
-    tokens = served.codec.encode(content) or served.codec.encode(b"\n")
-    context, unit = served.model.context, "bytes" if served.model.tokenizer is None else "tokens"
-    if len(tokens) > context:
-        message = f"text: has {len(tokens):,} {unit}; {served.name} looks at {context:,}: give fewer"
-        raise RefusedError(422, "length", message)
-    return torch.tensor([tokens])
+    except ValueError as error:
+        raise RefusedError(422, "length", str(error)) from None
 
 
 def read_images(images: dict[str, Any], served: Served, limits: Limits) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Every task by name, and which one a data set belongs to. Importing this file does not import torch."""
 
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raytraced.words import did_you_mean
@@ -65,5 +65,4 @@ def named_task(name: str) -> "Task[Any]":
 
 
 def _import(path: str) -> Any:
-    module, _, attribute = path.partition(":")
-    return getattr(import_module(f"raytraced.tasks.{module}"), attribute)
+    return resolve_name(f"raytraced.tasks.{path}")

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from raytraced.models.output import Model
 from raytraced.models.table import build, find_model, model_names
-from raytraced.words import did_you_mean, require
+from raytraced.words import did_you_mean, fits, require, type_words
 
-# What an option of data must be, by its type.
-KINDS = {bool: "true or false", int: "a whole number", int | None: "a whole number", str: "a path"}
 S = TypeVar("S", bound=Sized)
 
 
@@ -138,8 +136,8 @@ class Task(ABC, Generic[D]):
             if name not in self.options:
                 known, plural = did_you_mean(name, self.options), f"{self.name.removesuffix('s')}s"
                 raise ValueError(f"data option {name}: {plural} have no such option; {known}")
-            fits = isinstance(value, self.options[name]) and (self.options[name] is bool) == isinstance(value, bool)
-            require(fits, f"data option {name}", repr(value), f"must be {KINDS[self.options[name]]}")
+            kind = self.options[name]
+            require(fits(value, kind), f"data option {name}", repr(value), f"must be {type_words(kind)}")
 
     @abstractmethod
     def loader(self, data: D, split: str, batch_size: int, options: dict[str, Any], **place: Any) -> Loader[Any]:

@@ -112,6 +112,10 @@ class TrainConfig:
             is_plain = bool(self.name) and Path(self.name).name == self.name
             require(is_plain, "name", repr(self.name), "must be a plain folder name; --output sets where it is made")
 
+    def public(self) -> dict[str, Any]:
+        """What makes a run this run, and may be told to who gets its model."""
+        return {name: value for name, value in asdict(self).items() if name not in PRIVATE_FIELDS}
+
 
 def preset_values(preset: Preset, data: str, model: str) -> dict[str, Any]:
     """The options that a preset sets for this data set and model; the others keep their own defaults."""

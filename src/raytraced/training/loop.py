@@ -10,7 +10,7 @@ import platform
 import tempfile
 import time
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from raytraced.saving import load, rebuild, save_tensors
 from raytraced.tasks.table import find_task
 from raytraced.tasks.task import Data, Task
 from raytraced.training import optim
-from raytraced.training.config import PRIVATE_FIELDS, TrainConfig
+from raytraced.training.config import TrainConfig
 from raytraced.training.evaluation import evaluate
 from raytraced.training.interrupt import Interrupted, StopRequest, listen
 from raytraced.training.objective import Objective, step_seed
@@ -103,7 +103,7 @@ def _train(
     torch.manual_seed(config.seed)
     model = task.build(config.model, data, config.model_options)
     # a path of one machine is no business of who gets the model
-    training = {key: value for key, value in asdict(config).items() if key not in (*PRIVATE_FIELDS, "data")}
+    training = {key: value for key, value in config.public().items() if key != "data"}
     card = replace(model.card, task=task.name, data=data.name, training=training)
     model.to(world.device)
     if config.compile:
@@ -172,13 +172,9 @@ def _train(
             optim.set_learning_rate(optimizer, optim.learning_rate_factor(config, state.step, len(loader)))
             with amp:
                 result = compute_loss(batch, step_seed(config.seed, state.step), world.total(batch.num_targets))
-            for parameter in parameters:
-                parameter.grad = None  # what zero_grad does, in a twentieth of its time
-            result.loss.backward()
-            norm = optim.gradient_norm(parameters, config.clip)
-            if not bool(torch.isfinite(norm)):  # before the weights move: the last checkpoint stays a good one
+            norm = optim.take_step(optimizer, parameters, result.loss, config.clip)
+            if norm is None:
                 raise diverged(run, state, batch.inputs, model, result)
-            optimizer.step()
             state.count(result, norm, world.leads)
             state.step, state.batch = state.step + 1, state.batch + 1
             state.seconds = before + time.monotonic() - since

@@ -133,6 +133,7 @@ class Codec:
         self.bytes_of = (
             [bytes((byte,)) for byte in range(256)] if self.tokenizer is None else token_bytes(self.tokenizer)
         )
+        self.model = model
         if len(self.bytes_of) != model.vocabulary:
             known = len(self.bytes_of)
             raise ValueError(f"tokenizer: does not fit: has {known} tokens, {model.name} knows {model.vocabulary}")
@@ -143,3 +144,11 @@ class Codec:
             return list(content)
         ids: list[int] = self.tokenizer.encode(content.decode(errors="replace"), add_special_tokens=False).ids
         return ids
+
+    def encode_prompt(self, name: str, content: bytes) -> list[int]:
+        """The tokens of a text to go on with, by default a new line; refuses more than the model looks at."""
+        tokens = self.encode(content or b"\n")
+        context, unit = self.model.context, "bytes" if self.tokenizer is None else "tokens"
+        if len(tokens) > context:
+            raise ValueError(f"{name}: has {len(tokens):,} {unit}; {self.model.name} looks at {context:,}: give fewer")
+        return tokens
