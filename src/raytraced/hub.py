@@ -78,12 +78,11 @@ def push_to_hub(
     run: str | Path | None = None,
     private: bool | None = None,
     token: str | bool | None = None,
-    **commit: Any,
+    commit_message: str = "A model of raytraced",
+    revision: str | None = None,
+    create_pr: bool | None = None,
 ) -> str:
-    """Upload what `save_pretrained` writes, in one commit, to a repository that is made if need be; returns its address.
-
-    `commit`: commit_message, revision and create_pr, as huggingface_hub's `upload_folder` has them.
-    """
+    """Upload what `save_pretrained` writes, in one commit, to a repository that is made if need be; returns its address."""
     require(bool(REPO_ID.fullmatch(repo_id)), "repo_id", repr(repo_id), 'must be "owner/name"')
     hub = import_hub("push_to_hub")
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +90,7 @@ def push_to_hub(
         api = hub.HfApi(token=token)
         try:
             api.create_repo(repo_id, private=private, exist_ok=True)
-            commit = {"commit_message": "A model of raytraced", **commit}
+            commit: Any = {"commit_message": commit_message, "revision": revision, "create_pr": create_pr}
             made = api.upload_folder(repo_id=repo_id, folder_path=folder, **commit)
         except OSError as error:
             raise ValueError(f"{repo_id}: could not be uploaded: {first_line(error)}") from error

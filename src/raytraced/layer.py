@@ -217,14 +217,13 @@ class RoutedLayer(nn.Module):
         if mask is None:
             kept_n = None
         else:
-            require(mask.dtype == torch.bool, "mask", mask.dtype, "must be torch.bool, False where there is padding")
-            kept_n = flat("mask", mask, shape).nonzero()[:, 0]  # type: ignore[union-attr]
+            kept_n = flat_mask(mask, shape).nonzero()[:, 0]
             rows_B = kept_n if rows_B is None else rows_B[kept_n]
 
         def put_back(out: LayerOutput) -> LayerOutput:
             if kept_n is not None:
                 out = _spread(out, kept_n, hidden_BD, self.stream)
-            seen = None if out.looks is None else out.looks.view(-1, *hidden.shape)
+            seen = None if out.looks is None else out.looks.view(len(out.looks), *hidden.shape)
             route = _shaped(out.route, shape)
             return out._replace(hidden=out.hidden.view(hidden.shape), route=route, given=given, looks=seen)
 
@@ -343,6 +342,14 @@ def flat(name: str, values: Tensor | None, shape: torch.Size) -> Tensor | None:
     if values.is_floating_point():
         raise ValueError(f"{name} are {values.dtype}: must be whole numbers")
     return values if values.ndim == 1 else values.reshape(-1)
+
+
+def flat_mask(mask: Tensor, shape: torch.Size) -> Tensor:
+    """What is no padding, for each hidden vector or sample, as (B,)."""
+    require(mask.dtype == torch.bool, "mask", mask.dtype, "must be torch.bool, False where there is padding")
+    flat_B = flat("mask", mask, shape)
+    assert flat_B is not None
+    return flat_B
 
 
 def looked(answer: Tensor, call: Call, route: Route, loss: Tensor | None = None, judge: Any = None) -> LayerOutput:

@@ -107,8 +107,10 @@ def read_tensors(path: Path, file_format: str, entry: str) -> tuple[dict[str, Te
     length = int.from_bytes(content[:8], "little")
     if len(content) < 8 or content[8:9] != b"{":
         raise DamagedFileError(f"{path}: foreign: is not a safetensors file")
+    if len(content) < 8 + length:
+        raise DamagedFileError(f"{path}: cut: ends inside its header, at byte {len(content)}")
     try:
-        metadata = json.loads(content[8 : 8 + length]).get("__metadata__", {})
+        metadata = json.loads(content[8 : 8 + length]).get("__metadata__") or {}
         tensors = decode(content)
     except (ValueError, SafetensorError) as error:
         raise DamagedFileError(f"{path}: cut or altered: {error}") from error

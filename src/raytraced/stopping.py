@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from raytraced.layer import flat_mask
 from raytraced.models.output import Model
 from raytraced.models.sure import Sure, answers_until_sure
 from raytraced.sequence import Select
@@ -44,6 +45,6 @@ def anytime(
         outputs = model.prefixes(inputs, max_experts, select=select, generator=generator, rows=rows, mask=mask)
     else:
         looks = model.looks(inputs, "expert", max_experts=max_experts, select=select, generator=generator, rows=rows)
-        outputs = answers_until_sure(looks, sure, mask)
+        outputs = answers_until_sure(looks, sure, None if mask is None else flat_mask(mask, inputs.shape[:1]))
     for budget, out in enumerate(outputs):
         yield Step(budget, out.logits, out.num_experts)

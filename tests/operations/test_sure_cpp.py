@@ -178,3 +178,83 @@ def test_what_one_call_cannot_do_the_looks_do():
     with operations.use("plain"):
         assert asks() == 1
     assert asks(make(hidden=600)) == 1  # experts so large that calls cost little beside them
+
+
+@pytest.mark.parametrize("mask", [(torch.arange(80) % 4 == 0)[::2], torch.tensor(False).expand(40)])
+def test_a_mask_may_lie_in_memory_as_it_likes(mask):
+    found = compare(make(), 40, sure=0.6, mask=mask)
+    assert torch.equal(found.num_looks > 0, mask)
+
+
+@pytest.mark.parametrize(
+    ("mask", "told"),
+    [
+        (torch.ones(3, dtype=torch.bool), r"mask has shape \(3,\): must be \(40,\)"),
+        (torch.ones(40, 1, dtype=torch.bool), r"mask has shape \(40, 1\)"),
+        (torch.ones(40), "mask=torch.float32: must be torch.bool"),
+    ],
+)
+def test_a_mask_that_fits_nothing_is_refused(mask, told):
+    with pytest.raises(ValueError, match=told):
+        make()(images(40), sure=0.6, mask=mask)
+    with pytest.raises(ValueError, match=told):
+        list(rt.anytime(make(), images(40), sure=0.6, mask=mask))
+
+
+def test_an_output_layer_of_another_size_is_taken_as_it_is():
+    model, asked = make(), []
+    model.head.weight, model.head.bias = nn.Parameter(torch.zeros(3, 16).double()), nn.Parameter(torch.ones(3).double())
+    assert torch.equal(model(images(9), sure=0.6).logits, torch.ones(9, 3).double())
+    model.head.bias = nn.Parameter(torch.ones(1).double())  # which PyTorch takes for all three
+    asked = counted(model)
+    assert torch.equal(model(images(9), sure=0.6).logits, torch.ones(9, 3).double())
+    assert asked == ["steps"]
+    model.head = nn.Linear(9, 5).double()
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        model(images(9), sure=0.6)
+
+
+def test_whoever_hooks_into_the_output_layer_is_called_at_every_look():
+    model, called = make(), []
+    hook = model.head.register_forward_hook(lambda *_: called.append("hook"))
+    model(images(300), sure=1.0)
+    assert called == ["hook"] * 4
+    hook.remove()
+    everywhere = nn.modules.module.register_module_forward_pre_hook(lambda part, _: called.append(part))
+    model(images(300), sure=1.0)
+    everywhere.remove()
+    assert called.count(model.head) == 4
+    assert not (asked := counted(model)) and model(images(300), sure=1.0) and not asked  # noqa: PT018
+    model.head.forward = lambda x_BD: torch.full((len(x_BD), 5), 7.0).double()
+    assert bool((model(images(9), sure=0.6).logits == 7).all())
+
+
+class Tripled(rt.RaytracedExperts):
+    def see(self, hidden):
+        return 3 * hidden
+
+
+class Same(rt.build("mre", image_shape=SHAPE, num_classes=2).__class__):
+    def answer_of(self, out, judge=None):
+        return super().answer_of(out, judge)._replace(logits=torch.zeros(len(out.hidden), 5))
+
+
+def test_what_a_subclass_changes_is_heeded():
+    model, x_BCHW = make(), images(20)
+    model.layer = Tripled(16, 3, 8).double().eval()
+    torch.testing.assert_close(model(x_BCHW, sure=0.0).logits, model.head(3 * model.input_block(x_BCHW)))
+    model = make()
+    model.__class__ = Same
+    assert not model(x_BCHW, sure=0.6).logits.any()
+
+
+@pytest.mark.parametrize("name", ["mre", "top-k", "multi-exit"])
+def test_a_compiled_model_stops_when_sure(name):
+    torch.manual_seed(0)
+    model = rt.build(name, image_shape=SHAPE, num_classes=5, dim=16).eval()
+    x_BCHW = images(20).float()
+    expected = model(x_BCHW, sure=0.3)
+    torch._dynamo.reset()
+    found = torch.compile(model, backend="eager")(x_BCHW, sure=0.3)
+    assert torch.equal(found.num_looks, expected.num_looks)
+    torch.testing.assert_close(found.logits, expected.logits)

@@ -57,10 +57,11 @@ class MultiExitClassifier(Model):
         return hidden_BD
 
     def answer(self, encoded: Tensor, call: Call, mask: Tensor | None = None, judge: Judge | None = None) -> Output:
-        require(call.select in (None, "greedy"), "select", repr(call.select), "must be greedy: nothing is drawn here")
+        check_drawn(call.select)
         check_budget(call.max_experts)
         if not self.training:
-            return answer_when_sure(self.answers(encoded, call.max_experts), self.layer.confidence, mask)
+            stopped = torch.compiler.disable(self.stopped) if torch.compiler.is_compiling() else self.stopped
+            return stopped(encoded, call.max_experts, mask)
         *early, last_BY = self.exits(encoded, self.num_run(call.max_experts))
         rows_n = torch.arange(len(encoded), device=encoded.device) if mask is None else mask.nonzero()[:, 0]
         loss = None
@@ -71,8 +72,14 @@ class MultiExitClassifier(Model):
         num_B[rows_n] = len(early)
         return Output(last_BY, (self.route(num_B, encoded.dtype),), loss)
 
+    def stopped(self, hidden_BD: Tensor, budget: int | None, mask: Tensor | None) -> Output:
+        """The first answer of each sample that is as sure as the model asks."""
+        out: Output = answer_when_sure(self.answers(hidden_BD, budget), self.layer.confidence, mask)
+        return out
+
     def looks(self, inputs: Tensor, look: LookAt = "layer", **options: Any) -> Looks[Output]:
         require(look == "layer", "look", look, "must be layer: there is an answer after each")
+        check_drawn(options.get("select"))
         return self.answers(self.encode(inputs), options.get("max_experts"))
 
     def answers(self, hidden_BD: Tensor, budget: int | None) -> Looks[Output]:
@@ -110,3 +117,8 @@ class MultiExitClassifier(Model):
         tried_B = out.num_experts
         routing = Work(tried_B * head.multiply_adds, tried_B * head.parameters)
         return {"input": self.input_block.work(), **self.layer.work(out.routes[0]), "routing": routing, "head": head}
+
+
+def check_drawn(select: str | None) -> None:
+    """Refuse to draw where there is nothing to draw from."""
+    require(select in (None, "greedy"), "select", repr(select), "must be greedy: nothing is drawn here")

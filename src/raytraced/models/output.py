@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from raytraced.draws import fixed_draws
-from raytraced.layer import Call, LayerOutput, Looks, RoutedLayer, Work
+from raytraced.draws import check_generator, fixed_draws
+from raytraced.layer import Call, LayerOutput, Looks, RoutedLayer, Work, flat, flat_mask
 from raytraced.models.card import ModelCard
 from raytraced.models.sure import Sure, answer_when_sure, check_sure
 from raytraced.sequence import Route, Select
@@ -81,16 +81,11 @@ class Model(nn.Module):
         """
         call = Call(select, max_experts, generator, rows, looks)
         if sure is not None or max_ms is not None:
-            started = perf_counter()
-            require(not budgets, "budgets", budgets, "must be left out with sure or max_ms: they ask for one answer")
-            if sure == "calibrated":
-                found = self.card.calibration
-                require(bool(found), "sure", sure, f"{self.name} is not calibrated; do that with raytraced calibrate")
-                sure, look = found["sure"], look or found["look"]
-            require(max_ms is None or max_ms > 0, "max_ms", max_ms, "must be above 0")
-            deadline = None if max_ms is None else started + max_ms / 1000
-            thresholds = check_sure(1.0 if sure is None else sure)  # type: ignore[arg-type]
-            return self.until_sure(inputs, call, thresholds, look or "layer", mask, deadline, **own)
+            for name, given in (("budgets", budgets), ("judge", judge)):
+                require(not given, name, given, "must be left out with sure or max_ms: they ask for one answer")
+            # who goes on depends on values, and generators do not survive where a graph breaks
+            stop = torch.compiler.disable(self.stop) if torch.compiler.is_compiling() else self.stop
+            return stop(inputs, call, sure, max_ms, look, mask, **own)
         encoded = self.encode(inputs)
         if not budgets:
             return self.answer(encoded, call, mask, judge, **own)
@@ -106,6 +101,30 @@ class Model(nn.Module):
     def answer(self, encoded: Tensor, call: Call, mask: Tensor | None = None, judge: Judge | None = None) -> Output:
         """One answer."""
         raise NotImplementedError
+
+    def stop(
+        self,
+        inputs: Tensor,
+        call: Call,
+        sure: Sure | Literal["calibrated"] | None,
+        max_ms: float | None,
+        look: LookAt | None,
+        mask: Tensor | None,
+        **own: Any,
+    ) -> Output:
+        """The first answer of each sample that is sure enough, or there at the deadline."""
+        started = perf_counter()
+        check_generator(call.generator)
+        call = call._replace(rows=flat("rows", call.rows, inputs.shape[:1]))
+        mask = None if mask is None else flat_mask(mask, inputs.shape[:1])
+        if sure == "calibrated":
+            found = self.card.calibration
+            require(bool(found), "sure", sure, f"{self.name} is not calibrated; do that with raytraced calibrate")
+            sure, look = found["sure"], look or found["look"]
+        require(max_ms is None or max_ms > 0, "max_ms", max_ms, "must be above 0")
+        deadline = None if max_ms is None else started + max_ms / 1000
+        thresholds = check_sure(1.0 if sure is None else sure)  # type: ignore[arg-type]
+        return self.until_sure(inputs, call, thresholds, look or "layer", mask, deadline, **own)
 
     def until_sure(
         self,
@@ -136,10 +155,14 @@ class Model(nn.Module):
         """The answers with at most 0, 1, 2, … experts a routed layer, until every sample's sequence has ended."""
         if not self.answers_along_the_way:
             raise ValueError(f"{self.name}: has one answer only; prefixes are for models that answer along the way")
-        draws = fixed_draws(generator)  # the same for every budget
+        return self._prefixes(inputs, most, fixed_draws(generator), mask=mask, **options)
+
+    def _prefixes(
+        self, inputs: Tensor, most: int | None, draws: Callable[[], torch.Generator], **options: Any
+    ) -> Iterator[Output]:
         num_nodes = max(layer.experts.num_layers * layer.experts.num_experts for layer in self.routed_layers())
         for budget in range(1 + (num_nodes if most is None else min(most, num_nodes))):
-            out = self(inputs, max_experts=budget, generator=draws(), mask=mask, **options)
+            out = self(inputs, max_experts=budget, generator=draws(), **options)
             yield out
             if not any(bool((route.num_active == budget).any()) for route in out.routes):
                 return

@@ -24,7 +24,7 @@ from raytraced.sequence import WEIGHTINGS, Route, rates_to_one_weights, rates_we
 _MOST_ROWS = 64  # without gradients: beyond, the calls of the separate parts matter little, and they use all threads
 _MOST_WIDTHS = 18  # as cpu/raytrace.h has places
 _MOST_WEIGHTS = 2**14  # of one expert: larger ones are not what takes the time in the calls
-_COMPILING = "torch.compile and torch.export see the parts as operators"
+COMPILING = "torch.compile and torch.export see the parts as operators"
 # The numbers of cpu/raytrace.h.
 _WEIGHTINGS: dict[Callable[..., Tensor] | None, int] = {
     unit_weights: 0,
@@ -85,7 +85,7 @@ _back = library.bind("raytraced_raytrace_back", *_KINDS)
 def unless(layer: Traced, hidden_BD: Tensor, **options: Any) -> str | None:
     """Why the parts one by one are better."""
     if torch.compiler.is_compiling():
-        return _COMPILING
+        return COMPILING
     if not torch.is_grad_enabled() and not 1 <= hidden_BD.shape[0] <= _MOST_ROWS:
         return f"not 1 to {_MOST_ROWS} rows, and no gradient is wanted: the parts use all threads"
     return too_large(layer.grid)
@@ -101,7 +101,7 @@ def too_large(grid: Experts) -> str | None:
 def cannot(layer: Traced, hidden_BD: Tensor, *, looks: bool = False, **options: Any) -> str | None:
     """Why it is not possible."""
     if torch.compiler.is_compiling():
-        return _COMPILING
+        return COMPILING
     if looks and _hides_looks(layer):
         return "looks at a sum, or without gradients"
     grid = layer.grid

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module
 
 from raytraced.operations import cpp_library as library
 from raytraced.operations import cpp_raytrace
@@ -38,22 +39,33 @@ _until_sure = library.bind("raytraced_until_sure", ctypes.POINTER(cpp_raytrace.A
 
 def unless(layer: Traced, hidden_BD: Tensor, *_: Any, **options: Any) -> str | None:
     """Why the layers one by one are better."""
-    return cpp_raytrace.too_large(layer.grid)
+    return cpp_raytrace.COMPILING if torch.compiler.is_compiling() else cpp_raytrace.too_large(layer.grid)
 
 
-def cannot(layer: Traced, hidden_BD: Tensor, head: nn.Module, *_: Any, **options: Any) -> str | None:
+def cannot(
+    layer: Traced, hidden_BD: Tensor, head: nn.Module, sure: Sequence[float], mask_B: Tensor | None, *_: Any, **__: Any
+) -> str | None:
     """Why it is not possible."""
+    return _unfit(head, hidden_BD, mask_B) or cpp_raytrace.cannot(layer, hidden_BD)
+
+
+def _unfit(head: nn.Module, hidden_BD: Tensor, mask_B: Tensor | None) -> str | None:
     if torch.is_grad_enabled():
         return "gradients may be wanted"
-    return _unfit(head, hidden_BD) or cpp_raytrace.cannot(layer, hidden_BD)
-
-
-def _unfit(head: nn.Module, hidden_BD: Tensor) -> str | None:
-    if type(head) is not nn.Linear or head.bias is None:
-        return "an output layer of one's own"
-    if not (head.weight.is_contiguous() and head.bias.is_contiguous()):
+    if type(head) is not nn.Linear or head.bias is None or _is_watched(head):
+        return "an output layer of one's own, or one that somebody hooked into"
+    weight_YD, bias_Y = head.weight, head.bias
+    if weight_YD.shape != (len(bias_Y), hidden_BD.shape[1]) or bias_Y.ndim != 1:
+        return "an output layer of another width"
+    if not (weight_YD.is_contiguous() and bias_Y.is_contiguous()):
         return "an output layer that is not contiguous"
-    return library.why_unfit((head.weight, head.bias), hidden_BD.dtype)
+    return library.why_unfit((mask_B,)) or library.why_unfit((weight_YD, bias_Y), hidden_BD.dtype)
+
+
+def _is_watched(head: nn.Module) -> bool:
+    """Whether a call of the module would do more than its class says; PyTorch tells of hooks by these names alone."""
+    hooks = head._forward_pre_hooks, head._forward_hooks, module._global_forward_pre_hooks, module._global_forward_hooks
+    return any(hooks) or "forward" in vars(head)
 
 
 def run(
@@ -66,20 +78,22 @@ def run(
     **options: Any,
 ) -> Answered:
     """The first answer of each row that is sure enough, or the last there is; sequences are greedy."""
-    if torch.is_grad_enabled() or _unfit(head, hidden_BD) is not None:
+    if _unfit(head, hidden_BD, mask_B) is not None:
         return NotImplemented
     told = cpp_raytrace.tell(layer, hidden_BD, options)
     if told is None:
         return NotImplemented
     assert isinstance(head, nn.Linear)
-    hidden_BD = hidden_BD.contiguous()
+    # held here, as long as the library reads them
+    hidden_BD, weight_YD, bias_Y = hidden_BD.contiguous(), head.weight, head.bias
+    mask_B = None if mask_B is None else mask_B.contiguous()
     B, L, N = len(hidden_BD), layer.routing.num_layers, layer.routing.num_experts
-    Y, S, real = head.out_features, options["num_steps"], hidden_BD.new_empty
+    Y, S, real = len(bias_Y), options["num_steps"], hidden_BD.new_empty
     logits_BY, active_BLN = real(B, Y), real(B, L, N)
     nodes_BS, num_active_B, looks_B = _whole.new_empty(B, S), _whole.new_empty(B), _whole.new_empty(B)
-    mask = None if mask_B is None else mask_B.contiguous().data_ptr()
+    mask = None if mask_B is None else mask_B.data_ptr()
     thresholds = [*sure, *[sure[-1]] * L][: L + 1]
-    given = (one.data_ptr() for one in (hidden_BD, head.weight, head.bias))
+    given = (one.data_ptr() for one in (hidden_BD, weight_YD, bias_Y))
     found = (one.data_ptr() for one in (logits_BY, active_BLN, nodes_BS, num_active_B, looks_B))
     call = Call(B, torch.get_num_threads(), Y, *given, (Float * (L + 1))(*thresholds), mask, *found)
     library.run(_until_sure, "raytraced experts", told.args, call)

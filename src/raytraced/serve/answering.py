@@ -14,6 +14,7 @@ from torch import Tensor
 
 from raytraced.cost import sample_cost
 from raytraced.models.gpt import GPT
+from raytraced.models.multi_exit import MultiExitClassifier, check_drawn
 from raytraced.models.output import LookAt, Output
 from raytraced.serve.models import Served
 from raytraced.words import require
@@ -228,6 +229,8 @@ def path_of(served: Served, out: Output, row: int) -> Answer:
 
 def check_asked(served: Served, given: dict[str, Any]) -> None:
     """Refuse options that a model does not know, as the library does."""
+    if isinstance(served.model, MultiExitClassifier):
+        check_drawn(given.get("select"))
     if served.model.answers_along_the_way:
         return
     rule = f"only for models that answer along the way, {served.name} does not"

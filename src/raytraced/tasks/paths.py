@@ -18,5 +18,5 @@ def own_path(name: str, known: Iterable[str]) -> Path:
 
 def visible(folder: Path, pattern: str = "*") -> list[Path]:
     """What is in a folder (or, by the pattern **/*, below it) and not hidden, in an order that no file system decides."""
-    found = sorted(folder.glob(pattern))
+    found = sorted(folder.iterdir() if pattern == "*" else folder.glob(pattern))  # glob hides what may not be read
     return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
