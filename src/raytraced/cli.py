@@ -242,10 +242,11 @@ def explain(text: str, options: dict[str, Any], files: str) -> str:
         word = unknown[1].partition("=")[0]
 
         def shown(name: str) -> str:
-            meant = SYNONYMS.get(name, name)
-            return f"--{meant.replace('_', '-')}" if word.startswith("-") else meant
+            option = SYNONYMS.get(name, name)
+            return f"--{option.replace('_', '-')}" if word.startswith("-") else option
 
-        known = (*options, "help", "config", "print_config", *SYNONYMS)
+        synonyms = (word for word, option in SYNONYMS.items() if option.partition(".")[0] in options)
+        known = (*options, "help", "config", "print_config", *synonyms)
         return f"{word}: no such option; {did_you_mean(word.lstrip('-').split('.')[0], known, SEE_HELP, shown)}"
     for sign, told in NO_CONFIG.items():
         if sign in text:

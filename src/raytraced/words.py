@@ -6,7 +6,8 @@ from numbers import Integral
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null",
+         dict: "a table of names and values"}  # fmt: skip
 
 
 def require(holds: bool, name: str, value: object, rule: str) -> None:

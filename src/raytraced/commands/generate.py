@@ -34,6 +34,7 @@ def generate(
     """Let a trained language model go on with a text; in a terminal each byte has the colour of the experts it took.
 
     Args:
+        run: A run folder of a language model, its name in the output folder, or a model.safetensors file.
         prompt: The text to go on with; "" begins at a new line.
         length: How many bytes (of a model with a tokenizer: tokens) to add.
         temperature: Below 1 likely bytes become likelier, above 1 less so; 0 takes the likeliest.

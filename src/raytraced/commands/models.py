@@ -4,6 +4,8 @@ from dataclasses import asdict
 from json import dumps
 from typing import Literal
 
+from raytraced.words import check_seed
+
 
 def models(sizes: Literal["mnist", "cifar10", "digits"] = "mnist", seed: int = 0, json: bool = False) -> None:
     """Every model: where it comes from, its parameters, what an image costs, whether it adapts and answers along the way.
@@ -12,6 +14,7 @@ def models(sizes: Literal["mnist", "cifar10", "digits"] = "mnist", seed: int = 0
         sizes: Of images, classes and the expert grid.
         seed: Of the weights.
     """
+    check_seed(seed)
     import torch
     from rich.console import Console
 

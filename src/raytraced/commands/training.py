@@ -54,6 +54,8 @@ def resume(
     """
     folder = open_run(run, output)
     folder.refuse_writer()
+    if folder.read_summary() is not None and epochs is None:
+        return _tell_complete(folder)
     from raytraced.tasks.table import whole_path
 
     config = _started_config(folder)
@@ -61,14 +63,19 @@ def resume(
     given |= {"data": None if data is None else whole_path(data)}
     changes = {name: value for name, value in given.items() if value is not None and value != getattr(config, name)}
     if folder.read_summary() is not None and "epochs" not in changes:
-        print(f"{folder.path} is complete; raytraced evaluate {folder.path} tells its figures, --epochs goes on")
-        return 0
+        return _tell_complete(folder)
     told = {name: {"from": getattr(config, name), "to": value} for name, value in changes.items()}
     config = replace(config, **changes)
     done = len(folder.read_metrics())
     require(not changes or config.epochs > done, "epochs", config.epochs, f"must be more than the {done} that are done")
-    config = replace(config, quiet=quiet, device=device or config.device, threads=threads or config.threads)
+    threads = config.threads if threads is None else threads
+    config = replace(config, quiet=quiet, device=device or config.device, threads=threads)
     return _run(config, folder, told)
+
+
+def _tell_complete(run: RunFolder) -> int:
+    print(f"{run.path} is complete; raytraced evaluate {run.path} tells its figures, --epochs goes on")
+    return 0
 
 
 def _started_config(run: RunFolder) -> TrainConfig:
@@ -113,6 +120,7 @@ def evaluate(
     """
     require(batch_size >= 1, "batch_size", batch_size, "must be at least 1")
     check_seed(seed)
+    require(look is None or sure is not None, "look", look, "says where to look for who stops; give --sure too")
     source = find_source(run, output, weights)
     from raytraced.training.evaluation import evaluate as evaluate_on
     from raytraced.training.objective import Objective
@@ -298,7 +306,7 @@ def find_source(run: str, output: str, weights: str | None = None) -> str:
     for path in (Path(run), Path(output) / run):
         if weights != "best" and (path / "model.safetensors").is_file():
             return str(path)
-    folder = open_run(run, output)
+    folder = open_run(run, output, SHIPPED)
     if weights == "best" and not folder.best.is_file():
         raise ValueError(f"{folder.path}: has finished no epoch yet, there are no best weights")
     if weights == "best":

@@ -141,7 +141,7 @@ class GPT(Model):
         In place of tokens their vectors (B, T, D) may be given, as the embedding has them. A mask (B, S) is that of all tokens,
         those of the cache first.
         """
-        rule = "must be False: what a block gives is what the next one sees, not an answer"
+        rule = "must be False (look_loss 0): what a block gives is what the next one sees, not an answer"
         require(not call.looks, "looks", call.looks, rule)
         self.check(encoded, mask, cache)
         start = 0 if cache is None else cache.get_seq_length()

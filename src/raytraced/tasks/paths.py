@@ -16,7 +16,11 @@ def own_path(name: str, known: Iterable[str]) -> Path:
     return path
 
 
-def visible(folder: Path, pattern: str = "*") -> list[Path]:
-    """What is in a folder (or, by the pattern **/*, below it) and not hidden, in an order that no file system decides."""
-    found = sorted(folder.iterdir() if pattern == "*" else folder.glob(pattern))  # glob hides what may not be read
-    return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+def visible(folder: Path, below: bool = False) -> list[Path]:
+    """What is in a folder, or all `below` it, and not hidden, in an order that no file system decides."""
+    # not by glob, which hides what may not be read
+    found = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    if not below:
+        return found
+    inside = (visible(path, True) if path.is_dir() and not path.is_symlink() else [] for path in found)
+    return [one for path, more in zip(found, inside, strict=True) for one in (path, *more)]

@@ -30,10 +30,15 @@ def find_task(data: str) -> "Task[Any]":
     """The task that a data set, by its name or path, belongs to."""
     known = {name: task for task, info in TASKS.items() for name in _import(info.names)}
     path = Path(data).expanduser()
-    if data not in known and not path.exists():
+    if data not in known and (not data or not path.exists()):
         moved = "if it has moved, say where with --data" if path.is_absolute() else did_you_mean(data, known)
         raise ValueError(f"data={data}: no such data set, nor such a path; {moved}")
-    if data not in known and path.is_dir() and not any(one.is_file() for one in path.rglob("*")):
+    # the first of it is asked for by itself: rglob hides that a folder may not be read
+    if (
+        data not in known
+        and path.is_dir()
+        and not (any(path.iterdir()) and any(one.is_file() for one in path.rglob("*")))
+    ):
         raise ValueError(f"data={data}: the folder holds no files; see docs/data.md for what it may hold")
     # the last first: images take every folder
     takers = (task for task, info in reversed(TASKS.items()) if _import(info.takes)(path))

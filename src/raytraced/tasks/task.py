@@ -152,7 +152,8 @@ class Task(ABC, Generic[D]):
         self.check_model(model)
         spec = self.spec(data)
         if taken := [name for name in options if name in spec or name in self.options]:
-            raise ValueError(f"model option {taken[0]}: follows from the data; what can be chosen is in --data_options")
+            chosen = f"give --data_options.{taken[0]}" if taken[0] in self.options else "it cannot be chosen"
+            raise ValueError(f"model option {taken[0]}: follows from the data; {chosen}")
         return build(model, **spec, **options)
 
     def check_model(self, model: str) -> None:

@@ -1,13 +1,13 @@
 """What a run is made of: one frozen dataclass whose fields are the options of `raytraced train`, and its presets."""
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_origin
 
 import yaml
 
-from raytraced.words import require
+from raytraced.words import fits, require, type_words
 
 Preset = Literal["best", "paper", "quick"]
 
@@ -93,6 +93,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
+        for one in fields(self):
+            value, kind = getattr(self, one.name), dict if get_origin(one.type) is dict else one.type
+            require(fits(value, kind), one.name, repr(value), f"must be {type_words(kind)}")
         at_least = {"epochs": 0, "batch_size": 1, "seed": 0, "patience": 1, "threads": 1, "checkpoint_steps": 1}
         at_least |= {"warmup": 0, "weight_decay": 0, "checkpoint_seconds": 0}
         for name, least in at_least.items():
@@ -109,7 +112,7 @@ class TrainConfig:
         require(self.warmup <= self.epochs, "warmup", self.warmup, f"must not exceed epochs={self.epochs}")
         require(self.seed < 2**63, "seed", self.seed, "must be below 2**63")
         if self.name is not None:
-            is_plain = bool(self.name) and Path(self.name).name == self.name
+            is_plain = Path(self.name).name == self.name and not self.name.startswith(".") and bool(self.name)
             require(is_plain, "name", repr(self.name), "must be a plain folder name; --output sets where it is made")
 
     def public(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ events/              for TensorBoard, if it is installed
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -145,13 +145,13 @@ def create_run_folder(config: TrainConfig, started: str) -> RunFolder:
     return RunFolder(path)
 
 
-def open_run(name: str, output: str = "runs") -> RunFolder:
-    """The run that a path, or a name inside the output folder, leads to."""
+def open_run(name: str, output: str = "runs", others: Iterable[str] = ()) -> RunFolder:
+    """The run that a path, or a name inside the output folder, leads to; `others` may have been meant too."""
     for path in (Path(name), Path(output) / name):
         if (path / "config.yaml").exists():
             remove_leftovers(path)
             return RunFolder(path)
-    known = [run.path.name for run in list_runs(output)]
+    known = [*(run.path.name for run in list_runs(output)), *others]
     remedy = did_you_mean(Path(name).name, known, f"`raytraced runs --output {output}` lists them")
     raise ValueError(f"{name}: is not a run folder (has no config.yaml); {remedy}")
 

@@ -110,6 +110,7 @@ def choose_device(name: str) -> torch.device:
     except RuntimeError:
         raise ValueError(f"device={name}: must be auto, cpu, cuda or another device that torch knows") from None
     require(device.type != "cuda" or has_cuda, "device", name, "no GPU is available; use cpu")
+    require(device.type != "meta", "device", name, "computes nothing; use cpu or cuda")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return device

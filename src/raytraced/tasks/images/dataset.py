@@ -61,6 +61,8 @@ def build_dataset(
     """Carve out the validation split (and a fifth as test split where none is given) and measure what is left."""
     if len(class_names) < 2:
         raise ValueError(f"{name}: {len(class_names)} class, at least 2 are needed")
+    if doubled := sorted({word for word in class_names if class_names.count(word) > 1}):
+        raise ValueError(f"{name}: two classes are called {doubled[0]!r}; give each a name of its own")
     counts = np.bincount(train_labels, minlength=len(class_names))
     needed = 3 if test_images is None else 2  # one for each split
     if counts.min() < needed:

@@ -133,8 +133,8 @@ def load_npz(path: Path) -> Dataset:
             needed = _KEYS if "x_test" in file or "y_test" in file else _KEYS[:2]
             if missing := [key for key in needed if key not in file]:
                 raise ValueError(f"it has no {', '.join(missing)}")
-            arrays = {key: file[key] for key in _KEYS if key in file}
-            given_names = tuple(map(str, file["class_names"])) if "class_names" in file else ()
+            arrays = {key: np.asarray(file[key]) for key in _KEYS if key in file}
+            given_names = tuple(map(str, np.atleast_1d(file["class_names"]))) if "class_names" in file else ()
     except (ValueError, OSError, EOFError, BadZipFile, ZlibError, TypeError) as error:
         is_object = "allow_pickle" in str(error)  # numpy's words for what only code in the file could rebuild
         told = "it has objects in place of numbers or text: np.array(labels, dtype=str) makes text of them"

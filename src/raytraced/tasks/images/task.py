@@ -159,7 +159,7 @@ def image_files(paths: Sequence[str]) -> list[Path]:
     """Files as they are, folders as the files below them."""
     found: list[Path] = []
     for path in map(Path, paths):
-        below = [one for one in visible(path, "**/*") if one.is_file()] if path.is_dir() else [path]
+        below = [one for one in visible(path, below=True) if one.is_file()] if path.is_dir() else [path]
         if not below:
             raise ValueError(f"{path}: the folder holds no files")
         found += below

@@ -45,7 +45,7 @@ def read_domains(name: str, root: str | Path | None) -> dict[str, dict[str, Text
     if name in CATALOG:
         return {part.name: public_splits(part, cache_root(root)) for part in CATALOG[name].parts}
     path = own_path(name, CATALOG)
-    found = [path] if path.is_file() else [one for one in visible(path, "**/*") if one.suffix.lower() in SUFFIXES]
+    found = [path] if path.is_file() else [one for one in visible(path, below=True) if one.suffix.lower() in SUFFIXES]
     return {path.name: held_out(Text(tuple(map_file(one) for one in found if one.is_file())))}
 
 
