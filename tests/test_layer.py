@@ -292,3 +292,8 @@ def test_one_look_after_the_other_shows_the_same_and_who_has_ended(stream, plann
         next(layer.looks(half, Call()))
     with pytest.raises(ValueError, match="generator=5"):
         next(layer.looks(hidden, Call(generator=5)))
+
+
+def test_looks_at_an_empty_batch_have_its_shape():
+    out = RaytracedExperts(8, 2, 3)(torch.zeros(2, 0, 8), looks=True)
+    assert out.looks.shape == (3, 2, 0, 8)

@@ -240,3 +240,16 @@ def test_card_is_plain_json(saved):
     card = json.loads(json.loads(header[8 : 8 + length])["__metadata__"]["card"])
     assert card["spec"]["class_names"] == ["a", "b", "c"]
     assert card == asdict(raytraced.load(saved[0]).card)
+
+
+def test_a_file_that_ends_inside_its_header_is_called_cut(tmp_path):
+    model = raytraced.build("mre", image_shape=(1, 4, 4), num_classes=2)
+    raytraced.save(model, tmp_path / "model.safetensors")
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[:500])
+    with pytest.raises(saving.DamagedFileError, match="cut: ends inside its header, at byte 500"):
+        raytraced.load(tmp_path / "model.safetensors")
+    header = b'{"__metadata__":null}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(saving.DamagedFileError, match="has no format"):
+        raytraced.load(tmp_path / "model.safetensors")

@@ -348,3 +348,60 @@ def test_many_classes_show_the_worst_and_the_best(tmp_path, run_command):
     _, told, _ = run_command("evaluate", tmp_path / "one", "--split", "train")
     assert "the worst 10 and the best 10 of 30" in told
     assert len(json.loads(run_command("evaluate", tmp_path / "one", "--json")[1])["accuracy_per_class"]) == 30
+
+
+@pytest.mark.parametrize("content", ["epochs: [", "", "epochs: many"])
+def test_a_complete_run_is_complete_whatever_became_of_its_config(trained, run_command, content):
+    (trained / "config.yaml").write_text(content)
+    code, told, warned = run_command("resume", trained)
+    assert (code, "is complete" in told, warned) == (0, True, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("evaluate", "mre-digits", "--look", "expert"), "look=expert: says where to look for who stops; give --sure too"),
+        (("evaluate", "mre-digts"), "did you mean mre-digits?"),
+        (("train", "--device", "meta"), "device=meta: computes nothing; use cpu or cuda"),
+        (("train", "--name", ".."), "name='..': must be a plain folder name"),
+        (("train", "--data", ""), "data=: no such data set, nor such a path"),
+        (("models", "--seed", "-1"), "seed=-1: must lie in 0"),
+        (("train", "--data", "shakespeare", "--model", "gpt-mre", "--model-options.context", "9"), "give --data_options.context"),
+        (("train", "--data", "shakespeare", "--model", "gpt-mre", "--look-loss", "0.5"), "(look_loss 0)"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_with_their_remedy(tmp_path, monkeypatch, run_command, words, told):
+    monkeypatch.chdir(tmp_path)
+    code, _, error = run_command(*words)
+    assert (code, told in error, error.count("\n")) == (2, True, 1), error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("epochs: null", "epochs=None: must be a whole number"),
+        ("clip: [1]", "clip"),
+        ("model_options: 3", "model_options"),
+    ],
+)
+def test_a_file_of_options_with_odd_values_is_one_line(tmp_path, run_command, content, told):
+    (tmp_path / "options.yaml").write_text(content)
+    code, _, error = run_command("train", "-c", tmp_path / "options.yaml", "--output", tmp_path / "runs")
+    assert (code, told in error, error.count("\n")) == (2, True, 1), error
+
+
+def test_a_damaged_config_is_told_in_a_users_words(trained):
+    (trained / "config.yaml").write_text("epochs: many")
+    with pytest.raises(ValueError, match=r"is not the configuration of a run .epochs='many': must be a whole number"):
+        _ = RunFolder(trained).config
+
+
+def test_an_option_that_only_another_command_has_is_not_offered(trained, run_command):
+    code, _, error = run_command("resume", trained, "--batch-size", 3)
+    assert (code, "did you mean" in error) == (2, False), error
+
+
+def test_threads_of_zero_are_refused_when_a_run_goes_on(trained, run_command):
+    code, _, error = run_command("resume", trained, "--epochs", 3, "--threads", 0)
+    assert (code, error) == (2, "raytraced: threads=0: must be at least 1\n")

@@ -1,5 +1,6 @@
 """What the page is made of: weights, test images, and one file that nothing in it can break."""
 
+import hashlib
 import json
 import re
 from dataclasses import replace
@@ -12,10 +13,13 @@ import raytraced as rt
 from explore.engine import inflated
 from raytraced.cli import main
 from raytraced.commands.explore import SHIPPED
-from raytraced.explore.gallery import choose, ink_of, pack_gallery
+from raytraced.data.cache import replace_entry
+from raytraced.data.sources import ArrayInfo, Entry, PublicSet
+from raytraced.explore.gallery import at_hand, choose, ink_of, pack_gallery
 from raytraced.explore.packing import pack_model, planes_of, why_not
 from raytraced.explore.page import make_page
 from raytraced.saving import PRETRAINED
+from raytraced.tasks.images.catalog import CATALOG
 from raytraced.tasks.images.loading import load as load_data
 
 GREY = {"image_shape": (1, 8, 8), "num_classes": 3}
@@ -113,6 +117,22 @@ def test_a_data_set_that_changed_leaves_the_page_without_a_gallery(tmp_path, cap
     model.card = replace(model.card, data=str(tmp_path / "own.npz"))
     assert "gallery" not in packs_of(make_page([("digits", model)]))[0]
     assert capsys.readouterr().err.startswith("raytraced: digits: without a gallery: ")
+
+
+def test_an_altered_copy_of_a_data_set_is_told_and_not_fetched_again(tmp_path, monkeypatch, capsys):
+    content = np.arange(12, dtype=np.uint8)
+    info = ArrayInfo(content.shape, hashlib.sha256(content.tobytes()).hexdigest())
+    own = PublicSet(name="own", arrays={"a": info}, wanted=frozenset(), decode=dict, sources=(), folders=("own",))
+    monkeypatch.setitem(CATALOG, "own", Entry("twelve bytes", (own,)))
+    replace_entry(tmp_path, own, {"a": content})
+    assert at_hand("own", str(tmp_path))
+    file = tmp_path / "own-arrays" / "a.npy"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    model = rt.load("mre-digits")
+    model.card = replace(model.card, data="own")
+    assert "gallery" not in packs_of(make_page([("digits", model)], root=str(tmp_path)))[0]
+    assert "without a gallery" in (told := capsys.readouterr().err)
+    assert "expected sha256" in told
 
 
 def test_two_models_of_one_name_are_refused():

@@ -220,3 +220,24 @@ def test_anytime_ends_when_all_are_sure():
         held = torch.where(unsure[:, None], other.logits, held)
         torch.testing.assert_close(step.logits, held)
     torch.testing.assert_close(steps[-1].logits, model(images(), sure=0.5, look="expert").logits)
+
+
+def test_what_belongs_to_training_or_to_nobody_is_refused_beside_sure():
+    model = make()
+    for name, value, told in (
+        ("judge", lambda logits: logits.sum(-1), "judge=.*: must be left out with sure"),
+        ("budgets", (1,), "budgets=.*: must be left out with sure"),
+        ("generator", 5, "generator=5: must be a torch.Generator"),
+        ("rows", torch.arange(3), r"rows has shape \(3,\)"),
+        ("rows", torch.rand(len(images())), "rows are torch.float32: must be whole numbers"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            model(images(), sure=0.5, **{name: value})
+    for options in ({}, {"sure": 0.5}):
+        with pytest.raises(ValueError, match="select='sample': must be greedy"):
+            make("multi-exit")(images(), select="sample", **options)
+
+
+def test_a_model_without_answers_on_the_way_says_so_at_once():
+    with pytest.raises(ValueError, match="has one answer only"):
+        make("top-k").prefixes(images())

@@ -172,6 +172,8 @@ def test_what_is_wrong_is_said_in_one_sentence(client):
         ("predict", {"image": [[1, 256]]} | digits, "range", "must be numbers in 0 … 255"),
         ("predict", {"image": [[1, True]]} | digits, "type", "image[0][1]=True: must be an integer or an array"),
         ("predict", {"image": DIGIT.tolist(), "model": "top-k", "max_experts": 1}, "option", "max_experts=1: only for"),
+        ("predict", {"image": DIGIT.tolist(), "model": "multi-exit", "select": "sample"}, "option", "must be greedy"),
+        ("stream", {"image": DIGIT.tolist(), "model": "multi-exit", "select": "sample"}, "option", "must be greedy"),
         ("predict", {"text": "a", "model": "gpt-top-k", "sure": 0.5}, "option", "gpt-top-k has one answer only"),
         (
             "predict",

@@ -1,10 +1,17 @@
 """The user's own images: folders and .npz files, good and bad."""
 
+import os
+import tempfile
+import zipfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 from PIL import Image
 
 from raytraced.tasks.images.loading import load
+from raytraced.tasks.images.task import image_files
+from raytraced.tasks.paths import visible
 
 
 def write_folder(folder, counts, mode="RGB", size=(9, 7)):
@@ -317,3 +324,45 @@ def test_file_that_is_no_npz_is_told_in_one_line(tmp_path):
         with pytest.raises(ValueError, match=f"{name}: not an .npz file with x_train and y_train") as caught:
             load(str(tmp_path / name))
         assert "\n" not in str(caught.value)
+
+
+def test_two_classes_of_one_name_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="mine: two classes are called 'n'; give each a name of its own"):
+        load(write_npz(tmp_path / "mine.npz", class_names=np.array(["n", "n", "s", "w"])))
+
+
+def test_what_is_no_array_is_told(tmp_path):
+    write_npz(tmp_path / "mine.npz")
+    with zipfile.ZipFile(tmp_path / "mine.npz") as whole, zipfile.ZipFile(tmp_path / "odd.npz", "w") as odd:
+        for name in whole.namelist():
+            odd.writestr(name.removesuffix(".npy"), b"no array") if "x_train" in name else odd.writestr(
+                name, whole.read(name)
+            )
+    with pytest.raises(ValueError, match=r"odd.npz: x_train: shape \(\), expected"):
+        load(str(tmp_path / "odd.npz"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else for a while")
+@pytest.mark.parametrize("closed", ["c", "."])
+def test_a_folder_that_may_not_be_read_is_told_and_not_left_out(closed):
+    # not pytest's folder, which only its owner may enter
+    with tempfile.TemporaryDirectory() as place:
+        folder = write_folder(Path(place) / "mine", dict.fromkeys("abc", 4))
+        Path(place).chmod(0o755)
+        (folder / closed).chmod(0o000)
+        os.seteuid(65534)
+        try:
+            for look in (lambda: load(str(folder), size=8), lambda: image_files([str(folder)])):
+                with pytest.raises(PermissionError):
+                    look()
+        finally:
+            os.seteuid(0)
+            (folder / closed).chmod(0o755)
+
+
+def test_what_is_below_a_folder_comes_in_the_order_of_its_names(tmp_path):
+    for name in ("b/2.png", "b/10.png", "a/z/1.png", "a.png", ".hidden/1.png", "b/.hidden"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = [str(path.relative_to(tmp_path)) for path in visible(tmp_path, below=True) if path.is_file()]
+    assert found == ["a/z/1.png", "a.png", "b/10.png", "b/2.png"]
