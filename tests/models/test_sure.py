@@ -188,6 +188,8 @@ def test_mistakes_are_told():
         make("top-k")(images(), sure=0.5, look="expert")
     with pytest.raises(ValueError, match="look='word': must be one of layer, expert"):
         model(images(), sure=0.5, look="word")
+    with pytest.raises(ValueError, match="look=layer: says where to look for who stops; give sure or max_ms too"):
+        model(images(), look="layer")
 
 
 def test_looks_carry_gradients_as_the_layer_by_layer_definition_does():

@@ -86,6 +86,8 @@ class Model(nn.Module):
             # who goes on depends on values, and generators do not survive where a graph breaks
             stop = torch.compiler.disable(self.stop) if torch.compiler.is_compiling() else self.stop
             return stop(inputs, call, sure, max_ms, look, mask, **own)
+        if look is not None:
+            raise ValueError(f"look={look}: says where to look for who stops; give sure or max_ms too")
         encoded = self.encode(inputs)
         if not budgets:
             return self.answer(encoded, call, mask, judge, **own)
