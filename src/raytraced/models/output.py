@@ -117,7 +117,8 @@ class Model(nn.Module):
         """The first answer of each sample that is sure enough, or there at the deadline."""
         started = perf_counter()
         check_generator(call.generator)
-        call = call._replace(rows=flat("rows", call.rows, inputs.shape[:1]))
+        if call.rows is not None:
+            call = call._replace(rows=flat("rows", call.rows, inputs.shape[:1]))
         mask = None if mask is None else flat_mask(mask, inputs.shape[:1])
         if sure == "calibrated":
             found = self.card.calibration

@@ -46,20 +46,24 @@ def cannot(
     layer: Traced, hidden_BD: Tensor, head: nn.Module, sure: Sequence[float], mask_B: Tensor | None, *_: Any, **__: Any
 ) -> str | None:
     """Why it is not possible."""
-    return _unfit(head, hidden_BD, mask_B) or cpp_raytrace.cannot(layer, hidden_BD)
+    found = _read(head, hidden_BD, mask_B)
+    return found if isinstance(found, str) else cpp_raytrace.cannot(layer, hidden_BD)
 
 
-def _unfit(head: nn.Module, hidden_BD: Tensor, mask_B: Tensor | None) -> str | None:
+def _read(head: nn.Module, hidden_BD: Tensor, mask_B: Tensor | None) -> tuple[Tensor, Tensor] | str:
+    """The weight (Y, D) and bias (Y,) of an output layer, or why the library cannot stand for it."""
     if torch.is_grad_enabled():
         return "gradients may be wanted"
-    if type(head) is not nn.Linear or head.bias is None or _is_watched(head):
+    if type(head) is not nn.Linear or _is_watched(head):
         return "an output layer of one's own, or one that somebody hooked into"
     weight_YD, bias_Y = head.weight, head.bias
-    if weight_YD.shape != (len(bias_Y), hidden_BD.shape[1]) or bias_Y.ndim != 1:
-        return "an output layer of another width"
+    if bias_Y is None or bias_Y.ndim != 1 or weight_YD.shape != (len(bias_Y), hidden_BD.shape[1]):
+        return "an output layer without a bias, or of another width"
     if not (weight_YD.is_contiguous() and bias_Y.is_contiguous()):
         return "an output layer that is not contiguous"
-    return library.why_unfit((mask_B,)) or library.why_unfit((weight_YD, bias_Y), hidden_BD.dtype)
+    if mask_B is not None and not mask_B.is_cpu:
+        return "a mask that is not on the CPU"
+    return library.why_unfit((weight_YD, bias_Y), hidden_BD.dtype) or (weight_YD, bias_Y)
 
 
 def _is_watched(head: nn.Module) -> bool:
@@ -78,14 +82,14 @@ def run(
     **options: Any,
 ) -> Answered:
     """The first answer of each row that is sure enough, or the last there is; sequences are greedy."""
-    if _unfit(head, hidden_BD, mask_B) is not None:
+    found = _read(head, hidden_BD, mask_B)
+    if isinstance(found, str):
         return NotImplemented
     told = cpp_raytrace.tell(layer, hidden_BD, options)
     if told is None:
         return NotImplemented
-    assert isinstance(head, nn.Linear)
     # held here, as long as the library reads them
-    hidden_BD, weight_YD, bias_Y = hidden_BD.contiguous(), head.weight, head.bias
+    (weight_YD, bias_Y), hidden_BD = found, hidden_BD.contiguous()
     mask_B = None if mask_B is None else mask_B.contiguous()
     B, L, N = len(hidden_BD), layer.routing.num_layers, layer.routing.num_experts
     Y, S, real = len(bias_Y), options["num_steps"], hidden_BD.new_empty
@@ -94,7 +98,7 @@ def run(
     mask = None if mask_B is None else mask_B.data_ptr()
     thresholds = [*sure, *[sure[-1]] * L][: L + 1]
     given = (one.data_ptr() for one in (hidden_BD, weight_YD, bias_Y))
-    found = (one.data_ptr() for one in (logits_BY, active_BLN, nodes_BS, num_active_B, looks_B))
-    call = Call(B, torch.get_num_threads(), Y, *given, (Float * (L + 1))(*thresholds), mask, *found)
+    made = (one.data_ptr() for one in (logits_BY, active_BLN, nodes_BS, num_active_B, looks_B))
+    call = Call(B, torch.get_num_threads(), Y, *given, (Float * (L + 1))(*thresholds), mask, *made)
     library.run(_until_sure, "raytraced experts", told.args, call)
     return logits_BY, Route(active_BLN, nodes_BS, num_active_B, None), looks_B
