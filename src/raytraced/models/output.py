@@ -84,7 +84,7 @@ class Model(nn.Module):
             for name, given in (("budgets", budgets), ("judge", judge)):
                 require(not given, name, given, "must be left out with sure or max_ms: they ask for one answer")
             # who goes on depends on values, and generators do not survive where a graph breaks
-            stop = torch.compiler.disable(self.stop) if torch.compiler.is_compiling() else self.stop
+            stop = torch.compiler.disable(self._stop) if torch.compiler.is_compiling() else self._stop
             return stop(inputs, call, sure, max_ms, look, mask, **own)
         if look is not None:
             raise ValueError(f"look={look}: says where to look for who stops; give sure or max_ms too")
@@ -104,7 +104,7 @@ class Model(nn.Module):
         """One answer."""
         raise NotImplementedError
 
-    def stop(
+    def _stop(
         self,
         inputs: Tensor,
         call: Call,
