@@ -322,3 +322,16 @@ def test_the_docs_explain_every_workload():
     text = (Path(__file__).parents[2] / "docs" / "speed.md").read_text()
     for name in WORKLOADS:
         assert f"`{name}`" in text, name
+
+
+def test_what_a_router_moves_by_itself_is_put_back_where_weights_stay(bench, monkeypatch):
+    monkeypatch.setattr(model_workloads, "KEEP_STEPS", 4)
+    batch = next(bench.batches(16))
+    step = TrainingStep(recipe("digits", "relu"), bench.model("relu", "at initialisation"), repeat(batch))
+    penalty = step.model.layer.router.penalty
+    before = penalty.clone()
+    for _ in range(3):
+        step()
+    assert not torch.equal(penalty, before)
+    step()
+    assert torch.equal(penalty, before)

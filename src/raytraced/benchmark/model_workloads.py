@@ -32,6 +32,7 @@ from raytraced.training.state import State
 
 SEED, BATCH_SIZE = 0, 256
 STATES = ("at initialisation", "trained")
+KEEP_STEPS = 50  # after which buffers are put back: every time would be part of the time
 PLAIN_TRAIN_STEPS = 20  # without compiled operations 422 take minutes; the number of experts moves most at first
 
 
@@ -45,7 +46,10 @@ def recipe(data: str, model: str, **options: Any) -> TrainConfig:
 
 
 class TrainingStep:
-    """The step of `raytraced train` on one batch after the other; at a rate of 0 it is the same work, but the model stays."""
+    """The step of `raytraced train` on one batch after the other; at a rate of 0 it is the same work, but the model stays.
+
+    So does what routers count or move by themselves: a penalty that weights never answer would grow without end.
+    """
 
     def __init__(self, config: TrainConfig, model: Model, batches: Iterator[Batch], rate: float = 0.0) -> None:
         self.model, self.batches, self.parameters = model.train(), batches, list(model.parameters())
@@ -54,6 +58,7 @@ class TrainingStep:
         set_learning_rate(self.optimizer, rate)
         self.seeds = map(step_seed, repeat(config.seed), count())
         self.state = State()
+        self.kept = {} if rate else {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def __call__(self) -> None:
         batch = next(self.batches)
@@ -61,6 +66,9 @@ class TrainingStep:
         norm = take_step(self.optimizer, self.parameters, result.loss)
         assert norm is not None
         self.state.count(result, norm)
+        if self.kept and self.state.sums["steps"] % KEEP_STEPS == 0:
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(self.kept[name])
 
     def contender(self, name: str, threads: int = 1) -> Contender:
         return Contender(name, self, threads, mean_experts(self.model, next(self.batches).inputs))
