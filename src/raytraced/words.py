@@ -35,6 +35,8 @@ def require_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
 
 def fits(value: object, kind: Any) -> bool:
     """Whether a value may be given for an annotation."""
+    if type(value) is kind:
+        return True
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) in (Union, UnionType):
@@ -43,7 +45,7 @@ def fits(value: object, kind: Any) -> bool:
         return callable(value)
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
-    return type(value) is kind
+    return type(value) is get_origin(kind)
 
 
 def type_words(kind: Any) -> str:
@@ -52,7 +54,7 @@ def type_words(kind: Any) -> str:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(map(type_words, get_args(kind)))
-    return "a function" if get_origin(kind) is Callable else TYPES.get(kind, str(kind))
+    return "a function" if get_origin(kind) is Callable else TYPES.get(get_origin(kind) or kind, str(kind))
 
 
 def did_you_mean(
