@@ -9,7 +9,7 @@ import torch
 
 import raytraced
 from raytraced.training.loop import train
-from raytraced.training.run_folder import create_run_folder, open_run
+from raytraced.training.run_folder import RunFolder, create_run_folder, open_run
 
 
 def test_loaded_model_takes_images_as_they_are_and_answers_as_the_summary_says(train_with):
@@ -78,3 +78,9 @@ def test_line_of_metrics_that_a_crash_cut_short_is_left_out(config):
     with (run.path / "metrics.jsonl").open("a") as stream:
         stream.write('{"epoch": 3, "train_lo')
     assert [line["epoch"] for line in run.read_metrics()] == [1, 2]
+
+
+def test_a_damaged_config_is_told_in_a_users_words(tmp_path):
+    (tmp_path / "config.yaml").write_text("epochs: many")
+    with pytest.raises(ValueError, match=r"is not the configuration of a run .epochs='many': must be a whole number"):
+        _ = RunFolder(tmp_path).config

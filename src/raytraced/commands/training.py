@@ -54,7 +54,8 @@ def resume(
     """
     folder = open_run(run, output)
     folder.refuse_writer()
-    if folder.read_summary() is not None and epochs is None:
+    is_complete = folder.read_summary() is not None
+    if is_complete and epochs is None:
         return _tell_complete(folder)
     from raytraced.tasks.table import whole_path
 
@@ -62,7 +63,7 @@ def resume(
     given: dict[str, Any] = {"epochs": epochs, "lr": lr, "lr_routing": lr_routing, "lr_experts": lr_experts}
     given |= {"data": None if data is None else whole_path(data)}
     changes = {name: value for name, value in given.items() if value is not None and value != getattr(config, name)}
-    if folder.read_summary() is not None and "epochs" not in changes:
+    if is_complete and "epochs" not in changes:
         return _tell_complete(folder)
     told = {name: {"from": getattr(config, name), "to": value} for name, value in changes.items()}
     config = replace(config, **changes)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from raytraced.layer import Call, Look, Looks, Work
 from raytraced.models.classifier import InputBlock
 from raytraced.models.output import Judge, LookAt, Model, Output, linear_work
-from raytraced.models.sure import answer_when_sure
+from raytraced.models.sure import answer_when_sure, uncompiled
 from raytraced.routers.dense import MLPLayers
 from raytraced.sequence import Route
 from raytraced.words import check_budget, require
@@ -60,8 +60,8 @@ class MultiExitClassifier(Model):
         check_drawn(call.select)
         check_budget(call.max_experts)
         if not self.training:
-            stopped = torch.compiler.disable(self.stopped) if torch.compiler.is_compiling() else self.stopped
-            return stopped(encoded, call.max_experts, mask)
+            out: Output = uncompiled(self.stopped)(encoded, call.max_experts, mask)
+            return out
         *early, last_BY = self.exits(encoded, self.num_run(call.max_experts))
         rows_n = torch.arange(len(encoded), device=encoded.device) if mask is None else mask.nonzero()[:, 0]
         loss = None
@@ -74,8 +74,8 @@ class MultiExitClassifier(Model):
 
     def stopped(self, hidden_BD: Tensor, budget: int | None, mask: Tensor | None) -> Output:
         """The first answer of each sample that is as sure as the model asks."""
-        out: Output = answer_when_sure(self.answers(hidden_BD, budget), self.layer.confidence, mask)
-        return out
+        first: Output = answer_when_sure(self.answers(hidden_BD, budget), self.layer.confidence, mask)
+        return first
 
     def looks(self, inputs: Tensor, look: LookAt = "layer", **options: Any) -> Looks[Output]:
         require(look == "layer", "look", look, "must be layer: there is an answer after each")

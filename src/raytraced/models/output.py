@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from raytraced.draws import check_generator, fixed_draws
 from raytraced.layer import Call, LayerOutput, Looks, RoutedLayer, Work, flat, flat_mask
 from raytraced.models.card import ModelCard
-from raytraced.models.sure import Sure, answer_when_sure, check_sure
+from raytraced.models.sure import Sure, answer_when_sure, check_sure, uncompiled
 from raytraced.sequence import Route, Select
 from raytraced.words import require
 
@@ -83,9 +83,8 @@ class Model(nn.Module):
         if sure is not None or max_ms is not None:
             for name, given in (("budgets", budgets), ("judge", judge)):
                 require(not given, name, given, "must be left out with sure or max_ms: they ask for one answer")
-            # who goes on depends on values, and generators do not survive where a graph breaks
-            stop = torch.compiler.disable(self._stop) if torch.compiler.is_compiling() else self._stop
-            return stop(inputs, call, sure, max_ms, look, mask, **own)
+            out: Output = uncompiled(self._stop)(inputs, call, sure, max_ms, look, mask, **own)
+            return out
         if look is not None:
             raise ValueError(f"look={look}: says where to look for who stops; give sure or max_ms too")
         encoded = self.encode(inputs)

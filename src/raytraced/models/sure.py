@@ -3,7 +3,7 @@
 Axes: B batch, n the rows that still go on, Y classes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
 from time import perf_counter
 from typing import Any
@@ -17,6 +17,11 @@ from raytraced.words import require
 
 Sure = float | Sequence[float]
 """how large the largest class probability must be, at every look or at each of them"""
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, not followed by torch.compile: who goes on depends on values, and generators do not survive a graph's break."""
+    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
 
 def check_sure(sure: Sure) -> list[float]:

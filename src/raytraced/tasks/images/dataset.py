@@ -3,6 +3,7 @@
 Legend: n samples, B samples of this rank in a batch, C channels, H and W height and width.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -61,7 +62,7 @@ def build_dataset(
     """Carve out the validation split (and a fifth as test split where none is given) and measure what is left."""
     if len(class_names) < 2:
         raise ValueError(f"{name}: {len(class_names)} class, at least 2 are needed")
-    if doubled := sorted({word for word in class_names if class_names.count(word) > 1}):
+    if doubled := [word for word, num in Counter(class_names).items() if num > 1]:
         raise ValueError(f"{name}: two classes are called {doubled[0]!r}; give each a name of its own")
     counts = np.bincount(train_labels, minlength=len(class_names))
     needed = 3 if test_images is None else 2  # one for each split
