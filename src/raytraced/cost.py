@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from raytraced.models.output import Model, Output
+from raytraced.models.output import Model, Output, num_parameters
 
 
 class SampleCost(NamedTuple):
@@ -41,11 +41,6 @@ class Cost:
     multiply_adds: float
     routing_multiply_adds: float
     expert_multiply_adds: float
-
-
-def num_parameters(module: nn.Module) -> int:
-    """How many numbers a module learns."""
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
 def sample_cost(model: Model, inputs: Tensor, out: Output, mask: Tensor | None = None) -> SampleCost:

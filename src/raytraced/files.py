@@ -1,6 +1,7 @@
 """Files that a crash cannot spoil: written whole under a temporary name, flushed, then renamed."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import IO
@@ -42,6 +43,6 @@ def lock_file(file: IO[str], *, shared: bool = False, wait: bool = False) -> Non
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete temporary files of a process that was killed while it wrote."""
+    """Delete temporary files and folders of a process that was killed while it wrote."""
     for leftover in folder.glob(".*.tmp"):
-        leftover.unlink(missing_ok=True)
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)

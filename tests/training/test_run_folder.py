@@ -10,6 +10,7 @@ import torch
 import raytraced
 from raytraced.training.loop import train
 from raytraced.training.run_folder import RunFolder, create_run_folder, open_run
+from raytraced.training.state import newest_checkpoint
 
 
 def test_loaded_model_takes_images_as_they_are_and_answers_as_the_summary_says(train_with):
@@ -58,6 +59,27 @@ def test_unfinished_run_has_no_model_yet_and_says_how_to_get_one(config):
     run = create_run_folder(config, "")
     with pytest.raises(ValueError, match="raytraced resume"):
         raytraced.load(run.path)
+
+
+def test_who_writes_a_run_removes_what_a_killed_writer_left_and_who_reads_it_does_not(config):
+    """A reader would take the file of a writer that is at work from under it."""
+    run = create_run_folder(config, "")
+    left = [
+        run.path / ".metrics.jsonl.77.tmp",
+        run.last / ".step-1.safetensors.77.tmp",
+        run.best.with_name(".m.77.tmp"),
+    ]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"half")
+    events = run.path / ".events-abc.tmp"
+    events.mkdir()
+    (events / "events.out").write_bytes(b"half")
+    assert open_run("run", str(run.path.parent)).path == run.path
+    assert newest_checkpoint(run.last) == (None, [])
+    assert all(path.exists() for path in (*left, events))
+    with run.writing():
+        assert not list(run.path.rglob("*.tmp"))
 
 
 def test_folder_appears_with_its_configuration_inside(config, monkeypatch):

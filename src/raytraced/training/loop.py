@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from raytraced.cost import num_parameters
-from raytraced.models.output import Model
+from raytraced.models.output import Model, num_parameters
 from raytraced.saving import load, rebuild, save_tensors
 from raytraced.tasks.table import find_task
 from raytraced.tasks.task import Data, Task
@@ -217,7 +216,7 @@ def _train(
         save_tensors(run.model, tensors, card)
         if pictures:
             draw_pictures(run, state.history, task, data, rebuild(card, tensors))
-        run.write_summary(summarise(config, state, model, world) | {"validation": result_v, "test": result_t})
+        run.write_summary(about_run(config, state, model, world) | {"validation": result_v, "test": result_t})
     return run
 
 
@@ -229,7 +228,7 @@ def write_event(run: RunFolder, history: list[dict[str, Any]]) -> None:
 
     folder = run.path / "events"
     folder.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".events-", dir=run.path) as fresh:
+    with tempfile.TemporaryDirectory(".tmp", ".events-", run.path) as fresh:
         with SummaryWriter(fresh) as writer:
             for epoch in history:
                 for name, value in epoch.items():
@@ -250,7 +249,7 @@ def draw_pictures(run: RunFolder, history: list[dict[str, Any]], task: Task, dat
     task.draw(model, data, run.path)
 
 
-def summarise(config: TrainConfig, state: State, model: Model, world: World) -> dict[str, Any]:
+def about_run(config: TrainConfig, state: State, model: Model, world: World) -> dict[str, Any]:
     """The content of summary.json besides the figures."""
     from raytraced import __version__
 

@@ -80,6 +80,8 @@ class RunFolder:
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
+            for folder in (self.path, self.last, self.best.parent):  # nobody else can be writing now
+                remove_leftovers(folder)
             yield
 
     def writer(self) -> int | None:
@@ -149,7 +151,6 @@ def open_run(name: str, output: str = "runs", others: Iterable[str] = ()) -> Run
     """The run that a path, or a name inside the output folder, leads to; `others` may have been meant too."""
     for path in (Path(name), Path(output) / name):
         if (path / "config.yaml").exists():
-            remove_leftovers(path)
             return RunFolder(path)
     known = [*(run.path.name for run in list_runs(output)), *others]
     remedy = did_you_mean(Path(name).name, known, f"`raytraced runs --output {output}` lists them")

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from raytraced.files import remove_leftovers
 from raytraced.saving import DamagedFileError, read_tensors, write_tensors
 from raytraced.tasks.task import Task
 from raytraced.training import optim
@@ -25,7 +24,7 @@ from raytraced.training.objective import StepResult
 from raytraced.training.run_folder import RunFolder
 from raytraced.training.world import World
 
-FORMAT = "raytraced-checkpoint-2"
+CHECKPOINT_FORMAT = "raytraced-checkpoint-2"
 NUM_KEPT = 2
 
 
@@ -92,7 +91,9 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write `folder/step-….safetensors` and drop all but the newest two."""
     folder.mkdir(exist_ok=True)
     path = folder / f"step-{checkpoint.step:010d}.safetensors"
-    write_tensors(path, checkpoint.tensors, FORMAT, "state", json.dumps(checkpoint.state | {"step": checkpoint.step}))
+    write_tensors(
+        path, checkpoint.tensors, CHECKPOINT_FORMAT, "state", json.dumps(checkpoint.state | {"step": checkpoint.step})
+    )
     for old in list_checkpoints(folder)[NUM_KEPT:]:
         old.unlink(missing_ok=True)
     return path
@@ -100,7 +101,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read and verify one file; a cut, altered or foreign one raises a DamagedFileError that says so."""
-    tensors, text = read_tensors(path, FORMAT, "state")
+    tensors, text = read_tensors(path, CHECKPOINT_FORMAT, "state")
     state = json.loads(text)
     return Checkpoint(state.pop("step"), tensors, state)
 
@@ -111,7 +112,6 @@ def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     Raises:
         DamagedFileError: there are files, but not one is whole.
     """
-    remove_leftovers(folder)
     problems: list[str] = []
     for path in list_checkpoints(folder):
         try:
