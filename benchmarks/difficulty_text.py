@@ -19,8 +19,9 @@ from matplotlib.patches import Rectangle
 from scipy.stats import spearmanr
 
 from raytraced import load
+from raytraced.colours import INK
 from raytraced.commands.reproduce import find_plan
-from raytraced.reproduce.canvas import INK, card
+from raytraced.reproduce.canvas import card
 from raytraced.reproduce.plan import TEXT, Run, collect_runs
 from raytraced.reproduce.records import spread
 from raytraced.reproduce.tables import Table

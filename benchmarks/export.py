@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import raytraced as rt
-from raytraced.benchmark.timing import FULL, Contender, interleave
+from raytraced.benchmark.timing import LONG, Contender, interleave
 from raytraced.export import OUTPUTS, export
 from raytraced.models.output import Model
 from raytraced.tasks.images.loading import load
@@ -104,7 +104,7 @@ def measure_latency(contenders: dict[str, Answer], images: Tensor, size: int) ->
     """Median milliseconds of a batch, by contender; one thread each."""
     batch = images[:size]
     calls = [Contender(name, lambda answer=answer: answer(batch)) for name, answer in contenders.items()]
-    timings = interleave(calls, FULL)
+    timings = interleave(calls, LONG)
     return {one.name: 1000 * timings.median(one) for one in calls}
 
 

@@ -28,7 +28,7 @@ from raytraced.cli import COMMANDS, find_command, main, read_arguments
 from raytraced.models.table import FAMILIES, MODELS, complete_options
 from raytraced.reproduce.records import Record, Store, spread
 from raytraced.reproduce.tables import ACCURACY, USE, gain_over_fixed
-from raytraced.reproduce.text import told
+from raytraced.reproduce.text import tell_bits
 from raytraced.reproduce.variants import DATA_NAMES
 from raytraced.training.config import TrainConfig, preset_values
 
@@ -402,7 +402,7 @@ def text_table() -> list[str]:
     first = next(iter(summary.values()))
     for label in sorted(first, key=lambda label: first[label]["macs_mean"]):
         found = [summary[data].get(label) for data in summary]
-        bits = ["–" if one is None else f"{told(one)} ({one['seeds']})" for one in found]
+        bits = ["–" if one is None else f"{tell_bits(one)} ({one['seeds']})" for one in found]
         experts, macs = first[label]["experts_mean"], first[label]["macs_mean"] / 1000
         rows.append([f"`{label}`", f"{experts:.1f}", f"{macs:.0f}", *bits])
     return [f"| {' | '.join(cells)} |" for cells in rows]

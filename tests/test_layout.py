@@ -1,7 +1,9 @@
 """The README's file map is the order in which files may import, and lists every file of the package."""
 
+import ast
 import re
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -29,3 +31,35 @@ def test_the_readme_is_short_and_narrow():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 120
     assert max(map(len, lines)) <= 100
+
+
+# What files of one kind have in common by design: they are asked for by these names.
+PROTOCOLS = {
+    "operations/": {"forward", "backward", "call", "cannot", "unless", "run", "make_args", "_empty", "_forward", "_backward", "_run", "_whole"},
+    "tasks/": {"CATALOG", "Dataset", "Split", "Loader", "build_dataset", "load", "takes_path"},
+}  # fmt: skip
+# A command is called as what it does; a workload as what it times.
+NAMED_AFTER = ("commands/", "benchmark/layer_workloads", "benchmark/model_workloads")
+
+
+def defined() -> dict[str, set[str]]:
+    """The files that define each name, those left out that must have it."""
+    found = defaultdict(set)
+    for path in PACKAGE.rglob("*.py"):
+        file = path.relative_to(PACKAGE).as_posix()
+        for node in ast.parse(path.read_text()).body:
+            names = [node.name] if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else []
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+            folder = next((folder for folder in PROTOCOLS if file.startswith(folder)), None)
+            for name in names:
+                if name not in PROTOCOLS.get(folder, ()) and not (file.startswith(NAMED_AFTER) and name.islower()):
+                    found[name].add(file)
+    return found
+
+
+def test_one_word_is_one_thing():
+    """A class, a function or a constant of one name is in one file, so that whoever finds it has found it."""
+    apart = {"main": {"__main__.py", "cli.py"}}
+    assert {name: files for name, files in defined().items() if len(files) > 1} == apart

@@ -6,12 +6,12 @@ from typing import get_args
 import pytest
 import torch
 
-from raytraced import RaytracedExperts, activation_sequence, build
+from raytraced import PAPER, RaytracedExperts, activation_sequence, build
 from raytraced.draws import exponential, new_seed
 from raytraced.models.table import GRID, complete_options
 from raytraced.reproduce.plan import FULL, Planner
 from raytraced.reproduce.variants import EQUAL_LR, MRE_PAPER, PAPER_VARIANTS, compared_variants, swept_variants
-from raytraced.routers.raytraced import PAPER, Weighting
+from raytraced.routers.raytraced import Weighting
 from raytraced.sequence import GRADIENTS, WEIGHTINGS, Estimator
 from raytraced.training.config import preset_values
 from reference import mlp, rates_of_one, sequence_of_one

@@ -100,7 +100,7 @@ def test_file_that_could_run_code_is_refused_unread(tmp_path):
 
 def write_with_card(path, tensors, text):
     """A file with any text for a card, its checksum right."""
-    metadata = {"format": saving.FORMAT, "card": text, "sha256": saving.checksum(tensors, text)}
+    metadata = {"format": saving.MODEL_FORMAT, "card": text, "sha256": saving.checksum(tensors, text)}
     write_file(path, encode(tensors, metadata))
 
 

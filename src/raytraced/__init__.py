@@ -13,9 +13,9 @@ _HOMES = {
     "sequence": ("Route", "stop_losses"),
     "grid": ("MLPExperts",),
     "layer": ("RoutedLayer", "LayerOutput"),
-    "routers.raytraced": ("activation_sequence", "RaytracedExperts", "PAPER"),
+    "routers.raytraced": ("activation_sequence", "RaytracedExperts"),
     "models.output": ("Output", "Model"),
-    "models.table": ("build",),
+    "models.table": ("build", "PAPER"),
     "models.gpt": ("GPT",),
     "stopping": ("anytime", "Step"),
     "saving": ("load", "save"),
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from raytraced.models.gpt import GPT as GPT
     from raytraced.models.output import Model as Model
     from raytraced.models.output import Output as Output
+    from raytraced.models.table import PAPER as PAPER
     from raytraced.models.table import build as build
     from raytraced.replace import HiddenOnly as HiddenOnly
     from raytraced.replace import replace_feed_forward as replace_feed_forward
-    from raytraced.routers.raytraced import PAPER as PAPER
     from raytraced.routers.raytraced import RaytracedExperts as RaytracedExperts
     from raytraced.routers.raytraced import activation_sequence as activation_sequence
     from raytraced.routing import Rates as Rates

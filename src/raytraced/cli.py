@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError, MemoryError, RuntimeError, ModuleNotFoundError) as error:
-        text = describe(error)
+        text = mistake_in(error)
         if text is None or os.environ.get("RAYTRACED_TRACEBACK"):
             raise
         rank = os.environ.get("RANK", "0")  # torchrun's: of many processes, say which
@@ -121,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def describe(error: Exception) -> str | None:
+def mistake_in(error: Exception) -> str | None:
     """A user's mistake as one line, for a failed file operation the file first; None for what is no user's mistake."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

@@ -12,7 +12,7 @@ import yaml
 
 from raytraced.files import write_file
 from raytraced.models.card import ModelCard
-from raytraced.models.output import Model
+from raytraced.models.output import Model, num_parameters
 from raytraced.models.table import find_model
 from raytraced.saving import known_card, load, save
 from raytraced.words import markdown_table, require
@@ -21,7 +21,7 @@ WEIGHTS, CONFIG, PAGE = "model.safetensors", "config.json", "README.md"
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 REPO_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 # what transformers calls the parts of a card
-NAMES = {
+THEIR_WORDS = {
     "vocabulary": "vocab_size",
     "dim": "hidden_size",
     "depth": "num_hidden_layers",
@@ -36,9 +36,9 @@ def save_pretrained(
 ) -> None:
     """Write a model's weights, config and page into a folder; `run` is the run folder whose figures the page tells."""
     folder, card = Path(folder), known_card(model, "shared")
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    figures = {} if run is None else read_figures(Path(run), card, num_parameters)
-    page = write_page(name or folder.resolve().name, card, num_parameters, figures)
+    size = num_parameters(model)
+    figures = {} if run is None else figures_of_run(Path(run), card, size)
+    page = write_page(name or folder.resolve().name, card, size, figures)
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -132,7 +132,7 @@ def config_values(card: ModelCard) -> dict[str, Any]:
     if family != "gpt":
         return {"library_name": "raytraced", **values}
     parts = values.pop("spec") | values.pop("options")
-    told = {theirs: parts.pop(ours) for ours, theirs in NAMES.items() if ours in parts}
+    told = {theirs: parts.pop(ours) for ours, theirs in THEIR_WORDS.items() if ours in parts}
     layer = values.pop("model").removeprefix("gpt-")
     kind = {"model_type": "raytraced", "architectures": ["RaytracedForCausalLM"]}
     return {**kind, "layer": layer, **told, "layer_options": parts, **values}
@@ -140,13 +140,15 @@ def config_values(card: ModelCard) -> dict[str, Any]:
 
 def card_of(values: dict[str, Any]) -> ModelCard:
     """The card of a language model from what `config_values` made of it."""
-    spec = {ours: values[theirs] for ours, theirs in NAMES.items() if ours != "dim" and values.get(theirs) is not None}
+    spec = {
+        ours: values[theirs] for ours, theirs in THEIR_WORDS.items() if ours != "dim" and values.get(theirs) is not None
+    }
     options = {"dim": values["hidden_size"], **values["layer_options"]}
     rest = {key: values[key] for key in ("task", "data", "training", "calibration") if values.get(key)}
     return ModelCard(model=f"gpt-{values['layer']}", spec=spec, options=options, **rest)
 
 
-def read_figures(run: Path, card: ModelCard, num_parameters: int) -> dict[str, dict[str, float]]:
+def figures_of_run(run: Path, card: ModelCard, size: int) -> dict[str, dict[str, float]]:
     """The figures of a run by split, from its summary; refused where they are another model's."""
     try:
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
@@ -154,7 +156,7 @@ def read_figures(run: Path, card: ModelCard, num_parameters: int) -> dict[str, d
         found = (summary["model"], summary["parameters"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{run}: is no finished run, its summary.json cannot be read: {first_line(error)}") from error
-    if found != (card.model, num_parameters):
+    if found != (card.model, size):
         raise ValueError(f"{run}: is a run of {found[0]} with {found[1]} parameters, not of this {card.model}")
     figures = {}
     for split, values in splits.items():
@@ -163,7 +165,7 @@ def read_figures(run: Path, card: ModelCard, num_parameters: int) -> dict[str, d
     return figures
 
 
-def write_page(name: str, card: ModelCard, num_parameters: int, figures: dict[str, dict[str, float]]) -> str:
+def write_page(name: str, card: ModelCard, size: int, figures: dict[str, dict[str, float]]) -> str:
     """README.md: what the Hub reads in its head, then how to use the model, its figures, and how it came about."""
     is_text = find_model(card.model)[0] == "gpt"
     head = {
@@ -173,20 +175,20 @@ def write_page(name: str, card: ModelCard, num_parameters: int, figures: dict[st
     }
     lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", "", f"# {name}", ""]
     origin = f"trained on {card.data}" if card.data else "not trained by `raytraced train`"
-    lines += [f"A mixture of experts, `{card.model}` of raytraced, {origin}; {num_parameters:,} parameters.", ""]
+    lines += [f"A mixture of experts, `{card.model}` of raytraced, {origin}; {size:,} parameters.", ""]
     lines += ["```python", "import raytraced as rt", "", f'model = rt.Model.from_pretrained("{name}")']
     if is_text:
         lines += ["", "import raytraced.transformers  # or so", "from transformers import AutoModelForCausalLM", ""]
         lines += [f'model = AutoModelForCausalLM.from_pretrained("{name}")']
     lines += ["```", ""]
     if figures:
-        rows = [[key, *(shown(figures[split].get(key, "")) for split in figures)] for key in figures["test"]]
+        rows = [[key, *(in_short(figures[split].get(key, "")) for split in figures)] for key in figures["test"]]
         lines += ["## Figures", "", *markdown_table(["", *figures], rows), ""]
     if card.calibration:
         found = card.calibration
         lines += ["## When it stops", "", f"A sample may stop once its likeliest answer has {found['sure']:.3f}"]
         lines += [f'(`sure="calibrated"`), looked at after every {found["look"]}. On test data that gave:', ""]
-        rows = [[how, *map(shown, one.values())] for how, one in found.get("test", {}).items()]
+        rows = [[how, *map(in_short, one.values())] for how, one in found.get("test", {}).items()]
         lines += [*markdown_table(["", *next(iter(found["test"].values()))], rows), ""] if rows else []
     parts = {"inputs and answers": card.spec, "layer": card.options, "training": card.training}
     lines += ["## How it came about", ""]
@@ -198,5 +200,5 @@ def write_page(name: str, card: ModelCard, num_parameters: int, figures: dict[st
     return "\n".join(lines)
 
 
-def shown(value: Any) -> str:
+def in_short(value: Any) -> str:
     return f"{value:,.4g}" if isinstance(value, float) and abs(value) < 1e4 else f"{value:,.0f}" if value != "" else ""

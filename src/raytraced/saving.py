@@ -18,7 +18,7 @@ from raytraced.models.card import ModelCard, read_card
 from raytraced.models.output import Model
 from raytraced.models.table import build
 
-FORMAT = "raytraced-model-2"
+MODEL_FORMAT = "raytraced-model-2"
 PRETRAINED = Path(__file__).parent / "pretrained"
 
 
@@ -49,7 +49,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], card: ModelCard) -> 
     except TypeError as error:
         raise ValueError(f"{card.model}: its card holds more than plain values, a file cannot: {error}") from error
     path.parent.mkdir(exist_ok=True)
-    write_tensors(path, tensors, FORMAT, "card", text)
+    write_tensors(path, tensors, MODEL_FORMAT, "card", text)
 
 
 def load(source: str | Path) -> Model:
@@ -58,7 +58,7 @@ def load(source: str | Path) -> Model:
     It takes inputs as they are, and `model.card` tells what it is: its options, its data, its training.
     """
     path = find_model_file(source)
-    tensors, text = read_tensors(path, FORMAT, "card")
+    tensors, text = read_tensors(path, MODEL_FORMAT, "card")
     try:
         return rebuild(read_card(json.loads(text)), tensors)
     except (json.JSONDecodeError, RecursionError) as error:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from raytraced.models.table import build
 from raytraced.sequence import stop_losses
 from raytraced.stopping import anytime
-from raytraced.training.objective import STOP_WEIGHT
+from raytraced.training.objective import PREFIXES, STOP_WEIGHT
 from raytraced.words import require
 
 try:
@@ -32,7 +32,6 @@ try:
 except ImportError as error:
     raise ImportError("raytraced.sklearn: needs scikit-learn; pip install 'raytraced[sklearn]'") from error
 
-PREFIXES = 5  # anytime_loss asks for an answer after 0, 1, … of these many experts, one of them a step
 ROWS = 4096  # that are answered at once
 
 
@@ -162,8 +161,8 @@ class _RaytracedEstimator(BaseEstimator):
             model.train()
             order_n = train_n[torch.randperm(num, generator=generator)]
             for batch_n in order_n.split(batch_size):
-                budget = int(torch.randint(PREFIXES, (), generator=generator))
-                budgets = (budget,) if self.anytime_loss else ()
+                number = int(torch.randint(len(PREFIXES), (), generator=generator))
+                budgets = PREFIXES[number : number + 1] if self.anytime_loss else ()
                 out = model(inputs[batch_n], budgets=budgets, generator=generator)
                 losses_n = self._losses(out.logits, targets_B[batch_n])
                 for early in out.answers:

@@ -135,7 +135,7 @@ results.code_hash = lambda package: "1"
 results.WORKLOADS = report.WORKLOADS = dict.fromkeys("abcd", "a title")
 for name in "abcd":
     setattr(model_workloads, name, measure(name))
-benchmark.run(list("abcd"), pathlib.Path(sys.argv[1]), timing.QUICK, "digits", False)
+benchmark.run(list("abcd"), pathlib.Path(sys.argv[1]), timing.SHORT, "digits", False)
 """
 
 
@@ -144,7 +144,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path, measured, capsys):
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert [line for line in killed.stdout.splitlines() if line.startswith("measured")][-1] == "measured c"
     calls, _ = measured
-    benchmark.run(list("abcd"), tmp_path, timing.QUICK, "digits", fresh=False)
+    benchmark.run(list("abcd"), tmp_path, timing.SHORT, "digits", fresh=False)
     assert calls == ["c", "d"]
     assert "2 of 4 measured before" in capsys.readouterr().out
     assert sorted(json.loads((tmp_path / "results.json").read_text())["workloads"]) == ["a", "b", "c", "d"]
@@ -155,17 +155,17 @@ def test_an_interrupted_run_says_how_to_go_on_and_keeps_what_is_finished(tmp_pat
     calls, stop = measured
     stop[0] = "b"
     with pytest.raises(KeyboardInterrupt):
-        benchmark.run(list("abcd"), tmp_path, timing.QUICK, "digits", fresh=False)
+        benchmark.run(list("abcd"), tmp_path, timing.SHORT, "digits", fresh=False)
     assert "the same command goes on" in capsys.readouterr().out
     stop[0] = ""
-    benchmark.run(list("abcd"), tmp_path, timing.QUICK, "digits", fresh=False)
+    benchmark.run(list("abcd"), tmp_path, timing.SHORT, "digits", fresh=False)
     assert calls == ["a", "b", "b", "c", "d"]
 
 
 def test_fresh_measures_everything_again(tmp_path, measured):
     calls, _ = measured
     for _ in range(2):
-        benchmark.run(["a"], tmp_path, timing.QUICK, "digits", fresh=True)
+        benchmark.run(["a"], tmp_path, timing.SHORT, "digits", fresh=True)
     assert calls == ["a", "a"]
 
 
@@ -174,6 +174,6 @@ def test_the_live_bar_has_no_thread_that_redraws_while_times_are_taken(tmp_path,
     monkeypatch.setattr(model_workloads, "a", lambda bench: running.append(threading.active_count()) or outcome())
     before = threading.active_count()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    benchmark.run(["a"], tmp_path, timing.QUICK, "digits", fresh=True)
+    benchmark.run(["a"], tmp_path, timing.SHORT, "digits", fresh=True)
     assert running == [before]
     assert "1/1" in capsys.readouterr().out  # there was a bar, and it got to its end

@@ -23,12 +23,12 @@ from raytraced.benchmark.layer_workloads import (
 )
 from raytraced.benchmark.model_workloads import Bench, TrainingStep, recipe
 from raytraced.benchmark.results import WORKLOADS, chosen
-from raytraced.benchmark.timing import QUICK, Timings
+from raytraced.benchmark.timing import SHORT, Timings
 from raytraced.commands import benchmark
 from raytraced.routing import RoutingNetwork
 from raytraced.training.interrupt import Interrupted
 
-TINY = QUICK._replace(rounds=2, least_rounds=1, seconds=0.001, sample_seconds=0.0, latencies=4, train_steps=2)
+TINY = SHORT._replace(rounds=2, least_rounds=1, seconds=0.001, sample_seconds=0.0, latencies=4, train_steps=2)
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +220,7 @@ def test_the_comparison_sees_other_draws_rates_and_gradients(monkeypatch):
     assert not found["gradients within 1e-5"]
     monkeypatch.setattr(layer_workloads.SequenceRun, "__call__", real)
     seeds = iter(range(100))
-    monkeypatch.setattr(layer_workloads, "seeded", lambda: torch.Generator().manual_seed(next(seeds)))
+    monkeypatch.setattr(layer_workloads, "fixed_generator", lambda: torch.Generator().manual_seed(next(seeds)))
     assert not compare_sequences(routing, entry_BN)["the same draws"]
 
 

@@ -66,7 +66,7 @@ def test_the_instructions_are_those_that_the_library_chose(told):
 def test_why_there_are_no_compiled_operations_is_told(told, monkeypatch):
     monkeypatch.setattr(cpp_library, "cpu", None)
     monkeypatch.setattr(cpp_library, "reason", "not built, as a test has it")
-    monkeypatch.setattr(cpp_library, "instructions", None)
+    monkeypatch.setattr(cpp_library, "instruction_set", None)
     found = told()["compiled_operations"]
     assert (found["there"], found["instructions"]) == (False, None)
     assert found["why_not"] == "not built, as a test has it"

@@ -60,9 +60,9 @@ def test_text_is_printed_as_it_comes_and_coloured_by_experts(monkeypatch, capsys
             return True
 
     parts = [(b"a", 2), ("é".encode()[:1], 4), ("é".encode()[1:], 30), (b"\x1b", 6), (b"\n", 6)]
-    command.show("say ", iter(parts), 2, in_colour=False)
+    command.print_along("say ", iter(parts), 2, in_colour=False)
     assert capsys.readouterr().out == "say aé\x1b\n\n"
-    command.show("say ", iter(parts), 2, in_colour=True)
+    command.print_along("say ", iter(parts), 2, in_colour=True)
     printed = capsys.readouterr()
     colours = re.findall(r"\033\[38;5;(\d+)m(.)", printed.out, re.DOTALL)
     assert colours == [
@@ -74,7 +74,7 @@ def test_text_is_printed_as_it_comes_and_coloured_by_experts(monkeypatch, capsys
     assert "experts a block:" in printed.err
     screen = Screen()
     monkeypatch.setattr("sys.stdout", screen)
-    command.show("x", iter([]), 2, in_colour=False)
+    command.print_along("x", iter([]), 2, in_colour=False)
     assert screen.getvalue() == "\n"
 
 

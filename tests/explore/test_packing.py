@@ -15,8 +15,8 @@ from raytraced.cli import main
 from raytraced.commands.explore import SHIPPED
 from raytraced.data.cache import replace_entry
 from raytraced.data.sources import ArrayInfo, Entry, PublicSet
-from raytraced.explore.gallery import at_hand, choose, ink_of, pack_gallery
-from raytraced.explore.packing import pack_model, planes_of, why_not
+from raytraced.explore.gallery import at_hand, choose_images, ink_of, pack_gallery
+from raytraced.explore.packing import pack_model, planes_of, why_unpackable
 from raytraced.explore.page import make_page
 from raytraced.saving import PRETRAINED
 from raytraced.tasks.images.catalog import CATALOG
@@ -59,7 +59,7 @@ def test_the_gallery_of_many_or_few_classes_is_about_as_large():
     right = torch.rand(5000)
     for num_classes in (2, 10, 100):
         labels = torch.arange(5000) % num_classes
-        shown = choose(right, right > 0.3, labels)
+        shown = choose_images(right, right > 0.3, labels)
         assert 20 <= len(shown) <= 32
         assert len(set(shown)) == len(shown)
 
@@ -94,7 +94,7 @@ def test_no_name_can_break_out_of_the_page():
     ids=["top-k", "gpt-dense", "multi-exit", "own experts", "tokenizer"],
 )
 def test_a_model_that_the_page_cannot_run_is_refused(model, reason):
-    assert reason in why_not(model)
+    assert reason in why_unpackable(model)
     with pytest.raises(ValueError, match=f"^mine: .*{reason}"):
         make_page([("mine", model)])
 

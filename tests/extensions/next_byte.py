@@ -17,7 +17,7 @@ from raytraced.data.hashing import SHUFFLE, permutation
 from raytraced.layer import Call, RoutedLayer, Work
 from raytraced.models.output import Judge, Model, Output, gathered, linear_work
 from raytraced.tasks import task
-from raytraced.tasks.task import Batch, Table, Task
+from raytraced.tasks.task import Batch, Tally, Task
 
 NAMES = ("pangrams",)
 TEXTS = {
@@ -130,6 +130,6 @@ class NextByte(Task[Text]):
     def columns(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         return {}
 
-    def figures(self, data: Text, split: str, tables: Sequence[Table]) -> dict[str, Any]:
-        columns = tables[-1].columns
+    def figures(self, data: Text, split: str, tallies: Sequence[Tally]) -> dict[str, Any]:
+        columns = tallies[-1].columns
         return {"bits": float(columns["loss"].sum() / columns["targets"].sum()) / math.log(2)}

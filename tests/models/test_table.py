@@ -242,7 +242,7 @@ def test_a_model_of_complete_options_is_the_same_whatever_the_defaults_become(na
     expected, stream = answer(**grid)
     assert stream == options["stream"]
     other = "last" if stream == "residual" else "residual"
-    changed = replace(MODELS[name], recipe=None, defaults=MODELS[name].defaults | {"stream": other})
+    changed = replace(MODELS[name], recipe={}, defaults=MODELS[name].defaults | {"stream": other})
     monkeypatch.setitem(MODELS, name, changed)
     assert answer(**grid)[1] == other
     found, stream = answer(**options)

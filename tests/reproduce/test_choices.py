@@ -7,7 +7,7 @@ import pytest
 from raytraced.reproduce import ship as shipping
 from raytraced.reproduce.plan import FULL, Planner
 from raytraced.reproduce.records import Results, read_searches
-from raytraced.reproduce.run import HISTORY, MOST_BUDGETS, VALIDATION, make_record
+from raytraced.reproduce.run import HISTORY, JUDGED, MOST_BUDGETS, make_record
 from raytraced.reproduce.ship import ship_all
 from raytraced.reproduce.variants import MRE
 
@@ -24,7 +24,7 @@ def folder():
     """A finished run whose validation and test figures have nothing in common."""
 
     def make(validation, test):
-        own = dict.fromkeys(VALIDATION, 0.5)
+        own = dict.fromkeys(JUDGED, 0.5)
         summary = {
             "best_epoch": 2, "parameters": 7, "seconds": 3.0, "versions": {},
             "validation": own | {"accuracy": validation[-1], "budgets": budget_rows(validation, 1000.0)},

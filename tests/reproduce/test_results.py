@@ -8,7 +8,7 @@ import pytest
 from raytraced.commands.reproduce import find_plan
 from raytraced.reproduce.plan import FULL, every_run
 from raytraced.reproduce.records import Store, write_line
-from raytraced.reproduce.report import summarise
+from raytraced.reproduce.report import over_seeds
 from raytraced.reproduce.tables import all_tables, readme_table
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -46,7 +46,7 @@ def test_summary_and_tables_are_what_the_records_say(store, planned):
     for data in results.data():
         assert list(summary[data]) == results.labels(data)
         for label in results.labels(data):
-            assert summary[data][label] == pytest.approx(summarise(results.of(data, label)), rel=1e-5)
+            assert summary[data][label] == pytest.approx(over_seeds(results.of(data, label)), rel=1e-5)
     written = (RESULTS / "tables.md").read_text(encoding="utf-8")
     assert all(table.markdown() in written for table in all_tables(results))
     table = readme_table(results)

@@ -148,10 +148,10 @@ def test_two_runners_do_not_share_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "LOCK_SECONDS", 0)
     path = tmp_path / ".runner"
     with (
-        running.locked(path),
+        running.only_runner(path),
         pytest.raises(ValueError, match="another `raytraced reproduce` is at work here"),
-        running.locked(path),
+        running.only_runner(path),
     ):
         pass
-    with running.locked(path):  # free again
+    with running.only_runner(path):  # free again
         pass

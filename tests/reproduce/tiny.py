@@ -28,8 +28,8 @@ def deaf(pipe: Connection, work: Path, data_root: str | None) -> None:
             pipe.send("not trained")
 
 
-def main(work: Path, records: Path, num_workers: int, worker: Callable[..., None] = run.serve) -> int:
-    run.serve = worker
+def main(work: Path, records: Path, num_workers: int, worker: Callable[..., None] = run.be_worker) -> int:
+    run.be_worker = worker
     multiprocessing.get_context = lambda _: (
         context
     )  # workers too need not import PyTorch; test_text.py has some that do

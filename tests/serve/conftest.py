@@ -14,7 +14,7 @@ import uvicorn
 from PIL import Image
 
 import raytraced
-from raytraced.commands.serve import listen
+from raytraced.commands.serve import open_socket
 from raytraced.serve.app import Server
 from raytraced.serve.limits import Limits
 from raytraced.serve.models import serve_model
@@ -46,7 +46,7 @@ def models(files):
 
 def running(server: Server) -> Iterator[str]:
     """The address of a server in a thread of its own, until the end of the fixture."""
-    listening = listen("127.0.0.1", 0)
+    listening = open_socket("127.0.0.1", 0)
     config = uvicorn.Config(server.app, http="h11", ws="none", lifespan="on", log_config=None, log_level="error")
     process = uvicorn.Server(config)
     thread = threading.Thread(target=process.run, kwargs={"sockets": [listening]})

@@ -6,7 +6,7 @@ from time import perf_counter
 from raytraced.serve import batching
 from raytraced.serve.answering import Asked
 from raytraced.serve.batching import Worker
-from raytraced.serve.guard import Guard, State
+from raytraced.serve.guard import Guard, Traffic
 from raytraced.serve.limits import Limits
 from raytraced.serve.metrics import Metrics
 from serve.conftest import some_images
@@ -45,7 +45,7 @@ def test_those_who_come_together_have_all_arrived_before_one_is_read():
         read.append(perf_counter())
 
     async def ask():
-        guard = Guard(app, State(), Limits(), {"/"})
+        guard = Guard(app, Traffic(), Limits(), {"/"})
         scope = {"type": "http", "path": "/", "method": "GET", "headers": [(b"host", b"localhost")]}
         await asyncio.gather(*(guard(dict(scope), None, None) for _ in range(5)))
 

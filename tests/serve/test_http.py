@@ -256,7 +256,7 @@ def test_work_under_way_is_limited_and_a_slow_body_ends(small):
     head = f"POST /api/predict HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
     with httpx.Client(base_url=address) as client, socket.create_connection((host, int(port))) as slow:
         slow.sendall(head.encode() + b"{")
-        while server.state.under_way == 0:
+        while server.traffic.under_way == 0:
             time.sleep(0.001)
         full = client.post("/api/predict", json={"image": FILE})
         assert refusal(full)[:2] == (429, "under_way")
@@ -267,7 +267,7 @@ def test_work_under_way_is_limited_and_a_slow_body_ends(small):
             received += part
         assert received.startswith(b"HTTP/1.1 408 ")
         assert b"must arrive within 0.2 seconds" in received
-        while server.state.under_way:
+        while server.traffic.under_way:
             time.sleep(0.001)
         assert ask(client, image=FILE)["model"] == "mre-digits"
 
@@ -276,7 +276,7 @@ def test_a_server_that_is_about_to_end_begins_nothing(small):
     server, address = small
     with httpx.Client(base_url=address) as client:
         assert client.get("/healthz").json() == {"status": "ok", "under_way": 0}
-        server.state.ending = True
+        server.traffic.ending = True
         assert refusal(client.post("/api/predict", json={"image": FILE}))[:2] == (503, "ending")
 
 
@@ -284,7 +284,7 @@ def test_a_client_that_goes_away_stops_the_work(client, server):
     with client.stream("POST", "/api/generate", json={"text": "Once", "length": 4096}) as response:
         assert next(response.iter_lines()).startswith("data: ")
     until = time.monotonic() + 10
-    while server.state.under_way or server.worker.going:
+    while server.traffic.under_way or server.worker.going:
         assert time.monotonic() < until
         time.sleep(0.001)
     stopped = 'raytraced_answers_total{model="gpt-mre",stop="length"}'

@@ -12,7 +12,7 @@ from raytraced.models.classifier import InputBlock
 from raytraced.models.output import Output
 from raytraced.sequence import Route
 from raytraced.tasks.images.dataset import Split
-from raytraced.tasks.images.task import NUM_SHOWN, ImageTask, calibration_error
+from raytraced.tasks.images.task import NUM_IN_GALLERY, ImageTask, calibration_error
 from raytraced.tasks.task import Batch
 from raytraced.training.config import TrainConfig
 from raytraced.training.evaluation import Diverged, count_load, evaluate
@@ -112,7 +112,7 @@ def test_figures_equal_a_loop_over_samples(model, digits):
         part = found["lengths"][str(length)]
         assert part["num"] == len(rows)
         assert part["accuracy"] == pytest.approx(steps[rows, : length + 1, 0].mean(0), abs=1e-9)
-        shown = [row for row in rows.tolist() if correct[row]][:NUM_SHOWN]
+        shown = [row for row in rows.tolist() if correct[row]][:NUM_IN_GALLERY]
         assert found["gallery"].get(str(length), []) == shown
 
 

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from raytraced import operations
-from raytraced.benchmark.model_workloads import BATCH_SIZE, SEED, STATES, Bench, TrainingStep, forced, recipe, seeded
+from raytraced.benchmark.model_workloads import (
+    BATCH_SIZE,
+    SEED,
+    STATES,
+    Bench,
+    TrainingStep,
+    fixed_generator,
+    forced,
+    recipe,
+)
 from raytraced.benchmark.results import Outcome
 from raytraced.benchmark.timing import Contender
 from raytraced.layer import LayerOutput, RoutedLayer, routed_layer
@@ -29,7 +38,7 @@ NUM_LAYERS, NUM_EXPERTS = 4, 8
 GRIDS = ((2, 4), (2, 8), (4, 8), (4, 16), (8, 16), (8, 32))
 GPU_GRIDS, GPU_BATCH = ((4, 8), (8, 16)), 4096
 LIMIT_DIMS, PRODUCT = (16, 128, 512), 1024  # a square product of that size is as fast as a core gets
-TEXT, NUM_WINDOWS = "shakespeare", 16  # the bundled text; windows of a batch, of 128 bytes each
+TEXT_DATA, NUM_WINDOWS = "shakespeare", 16  # the bundled text; windows of a batch, of 128 bytes each
 
 
 class ExpertSize(NamedTuple):
@@ -52,10 +61,10 @@ class SequenceRun:
     """
 
     def __init__(self, routing: RoutingNetwork, entry_BN: Tensor, select: Select = "sample") -> None:
-        self.routing, self.entry_BN, self.select, self.generator = routing, entry_BN.detach(), select, seeded()
+        self.routing, self.entry_BN, self.select, self.generator = routing, entry_BN.detach(), select, fixed_generator()
         self.estimator: Estimator = "none" if select == "greedy" else "reinmax"
         shape = (2, len(entry_BN), routing.num_layers, routing.num_experts)
-        self.gradients = torch.randn(shape, generator=seeded()).to(entry_BN).unbind()
+        self.gradients = torch.randn(shape, generator=fixed_generator()).to(entry_BN).unbind()
 
     def __call__(self) -> tuple[Any, list[Tensor]]:
         """The route, and the gradients of the entry rates and the gates."""
@@ -109,7 +118,7 @@ def compare_sequences(routing: RoutingNetwork, entry_BN: Tensor) -> dict[str, bo
 def growth(bench: Bench) -> Outcome:
     runs: dict[tuple[int, int], list[Contender]] = {}
     for L, N in GRIDS:
-        routing, entry_BN = RoutingNetwork(L, N), torch.randn(BATCH_SIZE, N, generator=seeded()).softmax(-1)
+        routing, entry_BN = RoutingNetwork(L, N), torch.randn(BATCH_SIZE, N, generator=fixed_generator()).softmax(-1)
         greedy = torch.no_grad()(partial(activation_sequence, routing, entry_BN, select="greedy"))
         runs[L, N] = [
             Contender("inference", greedy, experts=greedy().num_active.float().mean().item()),
@@ -138,7 +147,7 @@ class LayerStep:
 
     def __init__(self, owner: nn.Module, dim: int, run: Callable[[Tensor], Tensor] | None = None, num: int = 0) -> None:
         self.owner, self.run = owner.train(), run or owner
-        both = torch.randn(2, num or BATCH_SIZE, dim, generator=seeded())
+        both = torch.randn(2, num or BATCH_SIZE, dim, generator=fixed_generator())
         self.hidden_BD, self.gradient_BD = both.to(next(owner.parameters()))
 
     def __call__(self) -> None:
@@ -147,7 +156,7 @@ class LayerStep:
 
 
 def costly_experts(bench: Bench) -> Outcome:
-    hidden_BD = torch.randn(BATCH_SIZE, COSTLY.dim, generator=seeded())
+    hidden_BD = torch.randn(BATCH_SIZE, COSTLY.dim, generator=fixed_generator())
 
     def contenders(name: str, layer: RoutedLayer) -> list[Contender]:
         run, experts = HiddenOnly(layer), layer(hidden_BD).route.num_active.float().mean().item()
@@ -155,8 +164,8 @@ def costly_experts(bench: Bench) -> Outcome:
         return [inference, Contender(f"step, {name}", LayerStep(run, COSTLY.dim), experts=experts)]
 
     mre, top2 = contenders("MRE", raytraced_layer(COSTLY)), contenders("top-2", top2_layer(COSTLY))
-    dense = [forced(one, "dense", "experts") for one in mre]
-    every = [one._replace(name=one.name.replace("MRE, dense", "every expert"), experts=32) for one in dense]
+    dense, num = [forced(one, "dense", "experts") for one in mre], NUM_LAYERS * NUM_EXPERTS
+    every = [one._replace(name=one.name.replace("MRE, dense", "every expert"), experts=num) for one in dense]
     return bench.compare([*zip(mre, every, strict=True), *zip(mre, top2, strict=True)])
 
 
@@ -165,7 +174,7 @@ def gpu(bench: Bench, device: str = "cuda") -> Outcome:
     pairs, equal = [], []
     ways: tuple[tuple[Select, str], ...] = (("greedy", "greedy"), ("sample", "drawn"))
     for L, N in GPU_GRIDS:
-        here = RoutingNetwork(L, N), torch.randn(GPU_BATCH, N, generator=seeded()).softmax(-1)
+        here = RoutingNetwork(L, N), torch.randn(GPU_BATCH, N, generator=fixed_generator()).softmax(-1)
         there = RoutingNetwork(L, N).to(device), here[1].to(device)
         there[0].load_state_dict(here[0].state_dict())
         for select, way in ways:
@@ -318,16 +327,16 @@ class PeerPart(nn.Module):
 def token_step(batches: list[Batch], model: str, layer: Callable[[], nn.Module] | None = None, **options: Any) -> Any:
     """The training step of a byte decoder, perhaps with other feed-forward parts than its own."""
     torch.manual_seed(SEED)
-    task = find_task(TEXT)
-    decoder: Any = task.build(model, task.load(TEXT), options)
+    task = find_task(TEXT_DATA)
+    decoder: Any = task.build(model, task.load(TEXT_DATA), options)
     if layer is not None:
         for block in decoder.blocks:
             block.layer = layer()
-    return TrainingStep(recipe(TEXT, model), decoder, cycle(batches))
+    return TrainingStep(recipe(TEXT_DATA, model), decoder, cycle(batches))
 
 
 def tokens(bench: Bench) -> Outcome:
-    loader = find_task(TEXT).loader(find_task(TEXT).load(TEXT), "train", NUM_WINDOWS, {}, seed=SEED)
+    loader = find_task(TEXT_DATA).loader(find_task(TEXT_DATA).load(TEXT_DATA), "train", NUM_WINDOWS, {}, seed=SEED)
     batches: list[Batch] = list(islice(loader.epoch(0), 8))
     # Without reach fewer experts run at first; how many stands beside the ratio.
     mre = token_step(batches, "gpt-mre").contender("gpt-mre")

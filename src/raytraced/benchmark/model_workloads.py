@@ -36,7 +36,7 @@ KEEP_STEPS = 50  # after which buffers are put back: every time would be part of
 PLAIN_TRAIN_STEPS = 20  # without compiled operations 422 take minutes; the number of experts moves most at first
 
 
-def seeded() -> torch.Generator:
+def fixed_generator() -> torch.Generator:
     return torch.Generator().manual_seed(SEED)
 
 
@@ -77,7 +77,7 @@ class TrainingStep:
 def mean_experts(model: Model, images: Tensor) -> float:
     """How many experts an image runs, in the mode that the model is in."""
     with torch.no_grad():
-        return float(model(images, generator=seeded()).num_experts.float().mean())
+        return float(model(images, generator=fixed_generator()).num_experts.float().mean())
 
 
 def answering(name: str, model: Callable[[Tensor], object], images: Tensor, size: int = 1000) -> Contender:
@@ -191,7 +191,7 @@ def latency(bench: Bench) -> Outcome:
 
 def noise(*image_shape: int) -> tuple[Model, Batch]:
     """A new MRE for images of a shape, and a batch of noise."""
-    images = torch.randint(256, (BATCH_SIZE, *image_shape), dtype=torch.uint8, generator=seeded())
+    images = torch.randint(256, (BATCH_SIZE, *image_shape), dtype=torch.uint8, generator=fixed_generator())
     batch = Batch(images, torch.arange(BATCH_SIZE) % 10, torch.arange(BATCH_SIZE))
     return build("mre", image_shape=image_shape, num_classes=10).eval(), batch
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from raytraced.benchmark.results import LOADED, WORKLOADS
+from raytraced.colours import BLUE
 from raytraced.files import write_file
 from raytraced.words import markdown_table
 
@@ -13,7 +14,7 @@ HEAD = ("workload", "what", "against", "ratio", "quartiles", "its median", "the 
 def write(content: dict[str, Any], folder: Path) -> None:
     """results.md and ratios.png beside results.json."""
     workloads, machine, code = content["workloads"], content["machine"], content["code"]
-    rows = [(name, *cells(row)) for name, entry in workloads.items() for row in entry["rows"]]
+    rows = [(name, *row_cells(row)) for name, entry in workloads.items() for row in entry["rows"]]
     lines = [
         "# Speed, measured",
         "",
@@ -32,7 +33,7 @@ def write(content: dict[str, Any], folder: Path) -> None:
     draw(workloads, folder / "ratios.png")
 
 
-def cells(row: dict[str, Any]) -> tuple[str, ...]:
+def row_cells(row: dict[str, Any]) -> tuple[str, ...]:
     """A row of the table; what could not be measured has the reason in place of figures."""
     if row["ratio"] is None:
         return row["what"], row["against"], "–", row["note"], "", "", "", ""
@@ -55,7 +56,7 @@ def remarks(entry: dict[str, Any], code: str | None = None) -> list[str]:
 def text(name: str, entry: dict[str, Any]) -> str:
     """A finished workload for a terminal."""
     lines = [f"{name}: {WORKLOADS[name]}"]
-    for what, against, ratio, spread, *_ in map(cells, entry["rows"]):
+    for what, against, ratio, spread, *_ in map(row_cells, entry["rows"]):
         lines.append(f"  {what} ÷ {against}: {ratio}" + (f" ({spread})" if spread else ""))
     return "\n".join([*lines, *(f"  {remark.replace('**', '')}" for remark in remarks(entry))])
 
@@ -69,8 +70,8 @@ def draw(workloads: dict[str, Any], path: Path) -> None:
     axes = figure.subplots()
     for place, (_, row) in enumerate(rows):
         ends = row.get("quartiles", (row["ratio"], row["ratio"]))
-        axes.plot(ends, [place, place], color="#0072B2", linewidth=2.5, solid_capstyle="round")
-        axes.plot(row["ratio"], place, "o", color="#0072B2", markersize=5)
+        axes.plot(ends, [place, place], color=BLUE, linewidth=2.5, solid_capstyle="round")
+        axes.plot(row["ratio"], place, "o", color=BLUE, markersize=5)
         # on white, so that the line at 1 does not run through a number
         white = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
         told = f"{row['ratio']:.3g}"

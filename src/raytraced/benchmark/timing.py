@@ -22,8 +22,8 @@ class Settings(NamedTuple):
     train_steps: int  # of the briefly trained models
 
 
-FULL = Settings(rounds=40, sample_seconds=0.05, seconds=90, least_rounds=7, latencies=3000, train_steps=422)
-QUICK = Settings(rounds=5, sample_seconds=0.005, seconds=3, least_rounds=2, latencies=300, train_steps=422)
+LONG = Settings(rounds=40, sample_seconds=0.05, seconds=90, least_rounds=7, latencies=3000, train_steps=422)
+SHORT = Settings(rounds=5, sample_seconds=0.005, seconds=3, least_rounds=2, latencies=300, train_steps=422)
 
 
 class Contender(NamedTuple):

@@ -29,9 +29,9 @@ def benchmark(
     require(not folder.is_file(), "output", output, f"{folder} is a file; name a folder")
     import matplotlib  # noqa: F401 (where it is missing, that is told before it measures)
 
-    from raytraced.benchmark.timing import FULL, QUICK
+    from raytraced.benchmark.timing import LONG, SHORT
 
-    run(names, folder, QUICK if quick else FULL, data, fresh)
+    run(names, folder, SHORT if quick else LONG, data, fresh)
 
 
 def run(names: list[str], folder: Path, settings: Any, data: str, fresh: bool) -> None:

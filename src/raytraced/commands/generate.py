@@ -75,10 +75,10 @@ def generate(
         told = {"prompt": prompt, "text": text.decode(errors="replace"), "experts": [num for _, num in found]}
         print(json_format.dumps(told))
     else:
-        show(prompt, parts, len(model.blocks), in_colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+        print_along(prompt, parts, len(model.blocks), in_colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
 
 
-def show(prompt: str, parts: Iterator[tuple[bytes, int]], num_blocks: int, in_colour: bool) -> None:
+def print_along(prompt: str, parts: Iterator[tuple[bytes, int]], num_blocks: int, in_colour: bool) -> None:
     """Print a text as it comes; a character of several bytes has the colour of its last one."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for number, (content, num) in enumerate(parts):

@@ -31,14 +31,14 @@ def reproduce(
         redraw: Train nothing: draw from the records in OUTPUT/records.
         dry_run: Only tell what would be trained, and how long it may take.
     """
-    parts = plan.choose_parts(split(only) or (["all"] if quick else ["default"]))
+    parts = plan.choose_parts(words_of(only) or (["all"] if quick else ["default"]))
     if "text" in parts and len(parts) > 1:
         raise ValueError(f"only={only}: text has runs and results of its own; ask for it by itself")
     texts = parts == ["text"]
     scale = (TEXT_QUICK if quick else TEXT) if texts else QUICK if quick else FULL
     if quick and "ship" in parts:
         raise ValueError("only=ship: quick runs are not worth shipping; leave --quick out")
-    wanted = tuple(dict.fromkeys(split(data))) or None
+    wanted = tuple(dict.fromkeys(words_of(data))) or None
     for name in wanted or ():
         require(name in scale.data, "data", name, f"no such data set; {did_you_mean(name, scale.data)}")
     folder = Path(output) / "quick" if quick else Path(output)
@@ -56,7 +56,7 @@ def reproduce(
     return 1 if failures else 0
 
 
-def split(words: str | None) -> list[str]:
+def words_of(words: str | None) -> list[str]:
     """Words separated by commas."""
     return [word.strip() for word in (words or "").split(",") if word.strip()]
 

@@ -38,7 +38,7 @@ def serve(
     except ImportError as error:
         raise ValueError(f"serve: needs {error.name}; install it with pip install 'raytraced[serve]'") from None
     sources = [find_source(name, output, weights) for name in models or SHIPPED]
-    with listen(host, port) as listening:
+    with open_socket(host, port) as listening:
         import torch
 
         from raytraced.serve.app import Server
@@ -73,7 +73,7 @@ def run(uvicorn_server: Any, server: Any, listening: socket.socket) -> None:
     """Serve until a signal; then nothing new is begun, and what is under way is finished."""
 
     def end(number: int, frame: Any) -> None:
-        server.state.ending = True
+        server.traffic.ending = True
         uvicorn_server.force_exit |= uvicorn_server.should_exit and number == signal.SIGINT
         uvicorn_server.should_exit = True
 
@@ -81,7 +81,7 @@ def run(uvicorn_server: Any, server: Any, listening: socket.socket) -> None:
     uvicorn_server.run(sockets=[listening])
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_socket(host: str, port: int) -> socket.socket:
     """A socket that listens; refuses an address that cannot be had, in one line."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

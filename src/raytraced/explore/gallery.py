@@ -18,7 +18,7 @@ from raytraced.tasks.images.task import ImageTask
 
 NUM_SHOWN = 30
 NUM_JUDGED = 2000
-INK = 64  # a pixel of a grey image that is brighter belongs to what is drawn
+BRIGHT = 64  # a pixel of a grey image that is brighter belongs to what is drawn
 
 
 def at_hand(data: str, root: str | None = None) -> bool:
@@ -41,7 +41,7 @@ def pack_gallery(model: Classifier, data: str, root: str | None = None) -> dict[
     probs_nY = torch.cat([out.logits for out in outputs]).float().softmax(-1).cpu()
     active_nM = torch.cat([out.routes[0].active.flatten(1) for out in outputs]).float().cpu()
     right_n = probs_nY.gather(1, labels[:, None])[:, 0]
-    shown = choose(right_n, probs_nY.argmax(-1) == labels, labels)
+    shown = choose_images(right_n, probs_nY.argmax(-1) == labels, labels)
     counts_Y1 = labels.bincount(minlength=probs_nY.shape[1])[:, None].clamp_min(1)
     share_YM = torch.zeros(probs_nY.shape[1], active_nM.shape[1]).index_add(0, labels, active_nM) / counts_Y1
     return {
@@ -55,7 +55,7 @@ def pack_gallery(model: Classifier, data: str, root: str | None = None) -> dict[
     }
 
 
-def choose(right_n: Tensor, correct_n: Tensor, labels_n: Tensor) -> list[int]:
+def choose_images(right_n: Tensor, correct_n: Tensor, labels_n: Tensor) -> list[int]:
     """For each class two images that the model knows for every one that it takes for another; from easy to hard."""
     classes = labels_n.unique().tolist()
     classes = classes[:: max(1, -(-3 * len(classes) // NUM_SHOWN))]
@@ -72,6 +72,6 @@ def choose(right_n: Tensor, correct_n: Tensor, labels_n: Tensor) -> list[int]:
 
 def ink_of(images: Tensor) -> float:
     """How much of the frame's longer side a drawing fills, in the median: the page brings drawings to that size."""
-    bright = images[:, 0] > INK
+    bright = images[:, 0] > BRIGHT
     sides = torch.stack((bright.any(2).sum(1), bright.any(1).sum(1))).amax(0)
     return float(sides.float().median()) / max(images.shape[2:])

@@ -19,7 +19,7 @@ MANTISSA = 20
 OPTIONS = ("num_layers", "num_experts", "stream", "weighting", "stop", "estimator")
 
 
-def why_not(model: Model) -> str | None:
+def why_unpackable(model: Model) -> str | None:
     """Why a model cannot run in the page, None if it can."""
     if not isinstance(model, Classifier | GPT) or not model.card.model:
         return "only models made by raytraced.build or load, of images or of text, run in the page"
@@ -35,7 +35,7 @@ def why_not(model: Model) -> str | None:
 
 def pack_model(name: str, model: Model) -> dict[str, Any]:
     """All that engine.js asks for."""
-    if reason := why_not(model):
+    if reason := why_unpackable(model):
         raise ValueError(f"{name}: {reason}")
     state, spec = model.state_dict(), model.card.spec
     numbers = np.concatenate([tensor.detach().cpu().float().numpy().ravel() for tensor in state.values()])

@@ -161,7 +161,7 @@ def why_not() -> str | None:
 
 def instructions() -> str | None:
     """The processor's instructions that they use, "avx2" or "baseline"; None where there are none."""
-    return None if cpp_library.instructions is None else cpp_library.instructions().decode()
+    return None if cpp_library.instruction_set is None else cpp_library.instruction_set().decode()
 
 
 def count_multiply_adds(run: Callable[[], object]) -> int:

@@ -12,31 +12,35 @@ import torch
 from torch import Tensor
 
 from raytraced.operations import cpp_library as library
-from raytraced.operations.cpp_library import Int, LibraryCall, Pointer, Table, fields, point, table
+from raytraced.operations.cpp_library import Int, LibraryCall, Pointer, PointerArray, fields, point, pointer_array
 
 _LANES = 8  # cpu/convolution.h: what is kept has room for a multiple of this many samples
 
 
-class Args(ctypes.Structure):
+class ConvolutionArgs(ctypes.Structure):
     """struct ConvolutionArgs of cpu/convolution.h."""
 
     _fields_ = [
         *fields("batch stages height width threads", Int),
         *fields("images out kept winners grad_out grad_images", Pointer),
         ("channels", ctypes.POINTER(Int)),
-        *fields("parameters gradients", Table),
+        *fields("parameters gradients", PointerArray),
     ]
 
 
-_forward = library.bind("raytraced_convolution_forward", ctypes.POINTER(Args))
-_backward = library.bind("raytraced_convolution_backward", ctypes.POINTER(Args))
+_forward = library.bind("raytraced_convolution_forward", ctypes.POINTER(ConvolutionArgs))
+_backward = library.bind("raytraced_convolution_backward", ctypes.POINTER(ConvolutionArgs))
 
 
 def _run(function: Any, images: Tensor, parameters: Sequence[Tensor], **rest: Any) -> None:
     (B, C, H, W), S = images.shape, len(parameters) // 2
     channels = (Int * (S + 1))(C, *[weight.shape[0] for weight in parameters[:S]])
     numbers = (B, S, H, W, torch.get_num_threads(), images.data_ptr())
-    library.run(function, "convolutions", Args(*numbers, channels=channels, parameters=table(parameters), **rest))
+    library.run(
+        function,
+        "convolutions",
+        ConvolutionArgs(*numbers, channels=channels, parameters=pointer_array(parameters), **rest),
+    )
 
 
 def _empty(spec, data, tensors) -> list[Tensor]:  # type: ignore[no-untyped-def]
@@ -65,7 +69,7 @@ def backward(spec, data, tensors, kept, grads) -> list[Tensor | None]:  # type: 
     gradients = [torch.empty_like(parameter) for parameter in parameters]
     grad_images = torch.empty_like(images) if spec[0] else None
     pointers = point(("kept", "winners", "grad_out", "grad_images"), (*kept, *grads, grad_images))
-    _run(_backward, images, parameters, gradients=table(gradients), **pointers)
+    _run(_backward, images, parameters, gradients=pointer_array(gradients), **pointers)
     return [grad_images, *gradients]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from raytraced.grid import MLPS, Grid, MLPLayer, Stream
 from raytraced.operations import cpp_library as library
 from raytraced.operations.cpp_gradients import GradientHome, empty_gradient
-from raytraced.operations.cpp_library import Int, LibraryCall, Pointer, Table, fields, point, table
+from raytraced.operations.cpp_library import Int, LibraryCall, Pointer, PointerArray, fields, point, pointer_array
 
 STREAMS = ("residual", "skip-sum", "last")  # the numbers of cpu/experts.h
 # Experts whose layer is larger than this are shared out over threads; below, rows are, and each chunk of rows keeps its
@@ -25,7 +25,7 @@ _LARGE_LAYER_BYTES = 2**20
 _CHUNK, _MOST_CHUNKS = 256, 16
 
 
-class Args(ctypes.Structure):
+class ExpertsArgs(ctypes.Structure):
     """struct ExpertsArgs of cpu/experts.h."""
 
     _fields_ = [
@@ -34,12 +34,12 @@ class Args(ctypes.Structure):
             "rows offsets mix hidden states out results grad_out grad_states grad_hidden grad_mix grad_results", Pointer
         ),
         ("widths", ctypes.POINTER(Int)),
-        *fields("parameters inner gradients", Table),
+        *fields("parameters inner gradients", PointerArray),
     ]
 
 
-_forward = library.bind("raytraced_experts_forward", ctypes.POINTER(Args))
-_backward = library.bind("raytraced_experts_backward", ctypes.POINTER(Args))
+_forward = library.bind("raytraced_experts_forward", ctypes.POINTER(ExpertsArgs))
+_backward = library.bind("raytraced_experts_backward", ctypes.POINTER(ExpertsArgs))
 _plan = library.bind("raytraced_experts_plan", Int, Int, Int, Pointer, Int, Int, Pointer, Pointer, result=Int)
 
 # What a call is given and gives: spec (stream, and perhaps where the gradients go), data (active,), tensors (hidden, mix,
@@ -47,12 +47,12 @@ _plan = library.bind("raytraced_experts_plan", Int, Int, Int, Pointer, Int, Int,
 _KEPT = ("states", "results", "rows", "offsets")  # (L − 1 or L, B, D), (P, D), (P or more,), (chunks, M + 1)
 
 
-def make_args(shape: Sequence[int], stream: int, chunk: int, parameters: Sequence[Tensor], **rest: Any) -> Args:
+def make_args(shape: Sequence[int], stream: int, chunk: int, parameters: Sequence[Tensor], **rest: Any) -> ExpertsArgs:
     """What the library is told; the shape is (B, L, N)."""
     (B, L, N), J, is_double = shape, len(parameters) // 2, parameters[0].dtype == torch.float64
     widths = (Int * (J + 1))(parameters[0].shape[-1], *[weight.shape[-2] for weight in parameters[:J]])
     numbers = (B, L, N, J, is_double, stream, torch.get_num_threads(), chunk, max(1, -(-B // chunk)))
-    return Args(*numbers, widths=widths, parameters=table(parameters), **rest)
+    return ExpertsArgs(*numbers, widths=widths, parameters=pointer_array(parameters), **rest)
 
 
 def chunk_rows(batch: int, num_layers: int, weights: Sequence[Tensor]) -> int:
@@ -78,7 +78,7 @@ def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyp
     inner = [like(num_pairs, -(-weight.shape[-2] // 16) * 16) for weight in weights[:-1]] if keep else []
     rest = point(("hidden", "mix", "out", *_KEPT), (hidden, mix, out, *kept))
     if keep:
-        rest["inner"] = table(inner)
+        rest["inner"] = pointer_array(inner)
     library.run(_forward, "experts", make_args((B, L, N), stream, chunk, parameters, **rest))
     return [out, kept[0], *kept, *inner] if keep else [out, kept[0]]
 
@@ -95,7 +95,7 @@ def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[
     names = ("hidden", "mix", *_KEPT, "grad_out", "grad_states", "grad_hidden", "grad_mix", "grad_results")
     grads = [torch.zeros_like(hidden) if grads[0] is None else grads[0], grads[1]]
     rest = point(names, (hidden, mix, *kept[:4], *grads, *gradients[:3]))
-    rest |= {"inner": table(kept[4:]), "gradients": table(gradients[3:])}
+    rest |= {"inner": pointer_array(kept[4:]), "gradients": pointer_array(gradients[3:])}
     chunk = chunk_rows(mix.shape[0], mix.shape[1], weights)
     library.run(_backward, "experts", make_args(mix.shape, int(spec[0]), chunk, parameters, **rest))
     return [*gradients[:2], *gradients[3:]]

@@ -14,7 +14,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from raytraced.operations.operation import VARIABLE
 
-Int, Float, Pointer, Table = ctypes.c_longlong, ctypes.c_double, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
+Int, Float, Pointer, PointerArray = ctypes.c_longlong, ctypes.c_double, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
 PRECISIONS = (torch.float32, torch.float64)
 _ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 
@@ -58,7 +58,7 @@ def bind(name: str, *argument_types: Any, result: Any = ctypes.c_int) -> Any:
     return function
 
 
-instructions = bind("raytraced_instructions", result=ctypes.c_char_p)
+instruction_set = bind("raytraced_instructions", result=ctypes.c_char_p)
 
 
 def fields(names: str, kind: Any) -> list[tuple[str, Any]]:
@@ -71,7 +71,7 @@ def point(names: Iterable[str], tensors: Iterable[Tensor | None]) -> dict[str, i
     return {name: t.data_ptr() for name, t in zip(names, tensors, strict=False) if t is not None}
 
 
-def table(tensors: Iterable[Tensor]) -> Any:
+def pointer_array(tensors: Iterable[Tensor]) -> Any:
     """Where the memory of each of several tensors begins, in one field."""
     pointers = [tensor.data_ptr() for tensor in tensors]
     return (Pointer * len(pointers))(*pointers)

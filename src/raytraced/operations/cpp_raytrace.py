@@ -17,7 +17,7 @@ from torch import Tensor
 from raytraced.grid import Experts, MLPExperts, Stream
 from raytraced.operations import cpp_experts, cpp_sequence
 from raytraced.operations import cpp_library as library
-from raytraced.operations.cpp_library import Int, LibraryCall, Pointer, Table, fields, table
+from raytraced.operations.cpp_library import Int, LibraryCall, Pointer, PointerArray, fields, pointer_array
 from raytraced.routing import RoutingNetwork
 from raytraced.sequence import WEIGHTINGS, Route, rates_to_one_weights, rates_weights, unit_weights
 
@@ -50,18 +50,18 @@ class Traced(NamedTuple):
         return *self.maps, *self.routing.gates(), *weights, *biases
 
 
-class Args(ctypes.Structure):
+class RaytraceArgs(ctypes.Structure):
     """struct RaytraceArgs of cpu/raytrace.h."""
 
     _fields_ = [
-        ("sequence", cpp_sequence.Args),
-        ("experts", cpp_experts.Args),
+        ("sequence", cpp_sequence.SequenceArgs),
+        ("experts", cpp_experts.ExpertsArgs),
         ("weighting", Int),
         ("maps", Pointer * 4),
     ]
 
 
-class Call(ctypes.Structure):
+class RaytraceCall(ctypes.Structure):
     """struct RaytraceCall of cpu/raytrace.h."""
 
     _fields_ = [
@@ -70,11 +70,11 @@ class Call(ctypes.Structure):
         *fields("grad_out grad_states grad_start grad_output grad_active grad_rates", Pointer),
         *fields("grad_hidden grad_first grad_inner", Pointer),
         ("grad_maps", Pointer * 4),
-        ("gradients", Table),
+        ("gradients", PointerArray),
     ]
 
 
-_KINDS = ctypes.POINTER(Args), ctypes.POINTER(Call)
+_KINDS = ctypes.POINTER(RaytraceArgs), ctypes.POINTER(RaytraceCall)
 _once = library.bind("raytraced_raytrace", *_KINDS)
 _bytes = library.bind("raytraced_raytrace_bytes", *_KINDS, result=Int)
 _route = library.bind("raytraced_raytrace_route", *_KINDS, result=Int)
@@ -135,8 +135,8 @@ class Told(NamedTuple):
     """What the library was told about a grid last, to be told again while the key is the same."""
 
     key: tuple[Any, ...]
-    args: Args
-    describe: Callable[[Sequence[Tensor]], Args]  # the same of parameters in another place
+    args: RaytraceArgs
+    describe: Callable[[Sequence[Tensor]], RaytraceArgs]  # the same of parameters in another place
     sizes: tuple[int, int, int]  # L, N, T
     parameters: tuple[Tensor, ...]  # maps, gates, weights, biases
     cuts: tuple[int, int]  # where the gates begin, and the weights
@@ -166,7 +166,7 @@ def tell(layer: Traced, hidden_BD: Tensor, options: dict[str, Any]) -> Told | No
         if cannot(layer, hidden_BD) is not None:
             return None
         like_BN = hidden_BD.new_empty(1, routing.num_experts)
-        spec, _, gates = cpp_sequence.describe(routing, like_BN, seed=None, rows_B=None, **options)
+        spec, _, gates = cpp_sequence.arrange(routing, like_BN, seed=None, rows_B=None, **options)
         kinds = cpp_experts.STREAMS.index(stream), _WEIGHTINGS[WEIGHTINGS[weighting]]
         cuts = len(maps), len(maps) + len(gates) - 1  # its entry is one of them
         describe = partial(_describe, spec, *kinds, cuts)
@@ -178,14 +178,14 @@ def tell(layer: Traced, hidden_BD: Tensor, options: dict[str, Any]) -> Told | No
 
 def _describe(
     spec: Sequence[float], stream: int, weighting: int, cuts: tuple[int, int], parameters: Sequence[Tensor]
-) -> Args:
+) -> RaytraceArgs:
     """What stays the same from call to call, as for one row; the spec is that of a sequence."""
     maps, gates, rest = _cut(parameters, cuts)
     L, N = int(spec[0]), len(maps[0])
     sequence = cpp_sequence.make_args(spec, (), (maps[0].new_empty(1, N), *gates))
     sequence.rank = len(maps[2]) if maps[2:] else 0
     experts = cpp_experts.make_args((1, L, N), stream, 1, rest)
-    return Args(sequence, experts, weighting, (Pointer * 4)(*[one.data_ptr() for one in maps]))
+    return RaytraceArgs(sequence, experts, weighting, (Pointer * 4)(*[one.data_ptr() for one in maps]))
 
 
 def _cut(tensors: Sequence[Tensor], cuts: tuple[int, int]) -> tuple[Sequence[Tensor], ...]:
@@ -196,7 +196,7 @@ def _cut(tensors: Sequence[Tensor], cuts: tuple[int, int]) -> tuple[Sequence[Ten
 # *biases); the experts' answer, and the tensors of a route.
 
 
-def _make_call(told: Told, data, hidden_BD, route, answer, few: bool = False) -> Call:  # type: ignore[no-untyped-def]
+def _make_call(told: Told, data, hidden_BD, route, answer, few: bool = False) -> RaytraceCall:  # type: ignore[no-untyped-def]
     """What both passes tell; few rows go through in one chunk on one thread."""
     B = chunk = hidden_BD.shape[0]
     threads = num_chunks = 1
@@ -206,7 +206,7 @@ def _make_call(told: Told, data, hidden_BD, route, answer, few: bool = False) ->
         threads, num_chunks = torch.get_num_threads(), max(1, -(-B // chunk))
     pointers = [tensor.data_ptr() for tensor in (*route, hidden_BD, *data)]
     drawn = [None] * (2 - len(data))  # no seed, or no rows
-    return Call(B, threads, chunk, num_chunks, *pointers, *drawn, *_places(told, hidden_BD, answer))
+    return RaytraceCall(B, threads, chunk, num_chunks, *pointers, *drawn, *_places(told, hidden_BD, answer))
 
 
 def _places(told: Told, hidden_BD: Tensor, answer: Tensor) -> tuple[int | None, ...]:
@@ -255,7 +255,7 @@ def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[
     maps, gates, rest = _cut(gradients, told.cuts)
     route = active_BLN, rates_BLN, output_B, nodes_BT, num_active_B
     call = _make_call(told, data, hidden_BD, route, answer)
-    call.memory, call.pairs, call.gradients = memory.data_ptr(), pairs.data_ptr(), table(rest)
+    call.memory, call.pairs, call.gradients = memory.data_ptr(), pairs.data_ptr(), pointer_array(rest)
     call.grad_out, call.grad_states, call.grad_start = _places(told, hidden_BD, grad_answer)
     call.grad_output = None if grad_output is None else grad_output.data_ptr()
     call.grad_active = None if grad_active is None else grad_active.data_ptr()

@@ -21,7 +21,7 @@ ESTIMATORS = ("straight-through", "reinmax", "gumbel", "none")  # the numbers of
 _LARGE_BYTES = 2**22  # of a gradient, from which fresh pages cost more than the arithmetic on them
 
 
-class Args(ctypes.Structure):
+class SequenceArgs(ctypes.Structure):
     """struct SequenceArgs of cpu/sequence.h."""
 
     _fields_ = [
@@ -35,8 +35,8 @@ class Args(ctypes.Structure):
     ]
 
 
-_forward = library.bind("raytraced_sequence_forward", ctypes.POINTER(Args))
-_backward = library.bind("raytraced_sequence_backward", ctypes.POINTER(Args))
+_forward = library.bind("raytraced_sequence_forward", ctypes.POINTER(SequenceArgs))
+_backward = library.bind("raytraced_sequence_backward", ctypes.POINTER(SequenceArgs))
 
 # What a call is given and gives: spec (L, T, estimator, dominant, temperature, sees, what the output counts), data, tensors,
 # and those of a route.
@@ -46,7 +46,7 @@ _TENSORS = {False: ("entry", "first", "inner"), True: ("entry", "sight", "first"
 ROUTE = ("active", "rates", "output", "nodes", "num_active")
 
 
-def describe(
+def arrange(
     routing: RoutingNetwork,
     entry_BN: Tensor,
     *,
@@ -74,11 +74,13 @@ def draws(seed: Tensor | None, rows_B: Tensor | None) -> list[Tensor]:
     return [seed, rows_B.to(seed.device, torch.int64).contiguous()]
 
 
-def make_args(spec: Sequence[float], data: Sequence[Tensor], tensors: Sequence[Tensor], **pointers: int) -> Args:
+def make_args(
+    spec: Sequence[float], data: Sequence[Tensor], tensors: Sequence[Tensor], **pointers: int
+) -> SequenceArgs:
     """What the library is told."""
     (L, T, estimator, dominant), (temperature, sees, output_counts) = map(int, spec[:4]), spec[4:]
     (B, N), is_double = tensors[0].shape, tensors[0].dtype == torch.float64
-    return Args(
+    return SequenceArgs(
         *(B, L, N, T, is_double, estimator, dominant, torch.get_num_threads(), 0),
         *(temperature, RATE_FLOOR, output_counts),
         **point(DATA, data),
@@ -143,5 +145,5 @@ def cannot(
 
 def run(routing: RoutingNetwork, entry_BN: Tensor, **options: Any) -> Route:
     """What `raytraced.sequence.unroll` computes."""
-    spec, data, tensors = describe(routing, entry_BN, **options)
+    spec, data, tensors = arrange(routing, entry_BN, **options)
     return as_route(call(spec, data, *tensors), options["estimator"])

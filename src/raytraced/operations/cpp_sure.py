@@ -22,7 +22,7 @@ Answered = tuple[Tensor, Route, Tensor]
 """logits (B, Y), who ran, and how many answers were looked at (B,)"""
 
 
-class Call(ctypes.Structure):
+class SureCall(ctypes.Structure):
     """struct SureCall of cpu/raytrace.h."""
 
     _fields_ = [
@@ -34,7 +34,7 @@ class Call(ctypes.Structure):
 
 
 _whole = torch.empty(0, dtype=torch.int64, device="cpu")  # to make others of: a dtype that is named takes longer
-_until_sure = library.bind("raytraced_until_sure", ctypes.POINTER(cpp_raytrace.Args), ctypes.POINTER(Call))
+_until_sure = library.bind("raytraced_until_sure", ctypes.POINTER(cpp_raytrace.RaytraceArgs), ctypes.POINTER(SureCall))
 
 
 def unless(layer: Traced, hidden_BD: Tensor, *_: Any, **options: Any) -> str | None:
@@ -99,6 +99,6 @@ def run(
     thresholds = [*sure, *[sure[-1]] * L][: L + 1]
     given = (one.data_ptr() for one in (hidden_BD, weight_YD, bias_Y))
     made = (one.data_ptr() for one in (logits_BY, active_BLN, nodes_BS, num_active_B, looks_B))
-    call = Call(B, torch.get_num_threads(), Y, *given, (Float * (L + 1))(*thresholds), mask, *made)
+    call = SureCall(B, torch.get_num_threads(), Y, *given, (Float * (L + 1))(*thresholds), mask, *made)
     library.run(_until_sure, "raytraced experts", told.args, call)
     return logits_BY, Route(active_BLN, nodes_BS, num_active_B, None), looks_B

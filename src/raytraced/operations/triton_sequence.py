@@ -146,5 +146,5 @@ def cannot(
 
 def run(routing: RoutingNetwork, entry_BN: Tensor, **options: Any) -> Route:
     """What `raytraced.sequence.unroll` computes."""
-    spec, data, tensors = cpp_sequence.describe(routing, entry_BN, **options)
+    spec, data, tensors = cpp_sequence.arrange(routing, entry_BN, **options)
     return cpp_sequence.as_route(call(spec, data, *tensors), options["estimator"])

@@ -10,12 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from raytraced.colours import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PURPLE, SKY, YELLOW
 from raytraced.reproduce.variants import DATA_NAMES
 
-INK, FAINT, GRID = "#222222", "#6B7280", "#D9DCE1"
-# Okabe and Ito's colours, which colour-blind eyes tell apart; markers and line styles tell the same once more.
-BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
-YELLOW, SKY, GREY = "#E69F00", "#56B4E9", "#7F7F7F"
+PALE = "#D9DCE1"  # of lines behind all others
 STYLE: dict[Any, Any] = {
     "font.size": 9, "text.color": INK, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False,
     "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT, "axes.labelcolor": INK,
@@ -23,8 +21,8 @@ STYLE: dict[Any, Any] = {
 }  # fmt: skip
 
 
-class Look(NamedTuple):
-    """How a model is drawn, wherever it appears."""
+class Pen(NamedTuple):
+    """How a model is drawn, wherever it appears; what its colour tells, its marker and line tell once more."""
 
     colour: str
     marker: str
@@ -42,32 +40,32 @@ class Look(NamedTuple):
         return {"color": self.colour, "marker": self.marker, "linestyle": self.line, "markerfacecolor": self.face}
 
 
-LOOKS = {
-    "mre": Look(BLUE, "o"),
-    "mre-paper": Look(SKY, "o", "--", False),
-    "top-k": Look(ORANGE, "s"),
-    "top-1": Look(ORANGE, "v"),
-    "top-k-balance": Look(ORANGE, "s", "--", False),
-    "aux-free": Look(YELLOW, "D", "-."),
-    "threshold": Look(GREEN, "P", "-."),
-    "ada-k": Look(PURPLE, "X", "--"),
-    "top-any": Look(INK, "d"),
-    "null-experts": Look(YELLOW, "*", ":"),
-    "chain": Look(YELLOW, "h", "-", False),
-    "dense": Look(GREY, "_", ":"),
-    "multi-exit": Look(GREY, "p", ":", False),
-    "mlp-total": Look(PURPLE, "<", ":"),
-    "mlp-avg": Look(YELLOW, ">", ":"),
-    "mre-target-2": Look(SKY, "v", "--"),
-    "mre-target-12": Look(SKY, "^", "--"),
-    "dense-1-sure": Look(GREY, "1", ":"),
-    "dense-2-sure": Look(GREY, "2", ":"),
-    "dense-4-sure": Look(GREY, "_", ":"),
-    "dense-8-sure": Look(INK, "x", ":"),
-    "top-1-sure": Look(YELLOW, "v", "-."),
-    "top-k-sure": Look(ORANGE, "s", "-."),
-    "threshold-sure": Look(GREEN, "P", "-."),
-    "multi-exit-sure": Look(PURPLE, "p", ":", False),
+PENS = {
+    "mre": Pen(BLUE, "o"),
+    "mre-paper": Pen(SKY, "o", "--", False),
+    "top-k": Pen(ORANGE, "s"),
+    "top-1": Pen(ORANGE, "v"),
+    "top-k-balance": Pen(ORANGE, "s", "--", False),
+    "aux-free": Pen(YELLOW, "D", "-."),
+    "threshold": Pen(GREEN, "P", "-."),
+    "ada-k": Pen(PURPLE, "X", "--"),
+    "top-any": Pen(INK, "d"),
+    "null-experts": Pen(YELLOW, "*", ":"),
+    "chain": Pen(YELLOW, "h", "-", False),
+    "dense": Pen(GREY, "_", ":"),
+    "multi-exit": Pen(GREY, "p", ":", False),
+    "mlp-total": Pen(PURPLE, "<", ":"),
+    "mlp-avg": Pen(YELLOW, ">", ":"),
+    "mre-target-2": Pen(SKY, "v", "--"),
+    "mre-target-12": Pen(SKY, "^", "--"),
+    "dense-1-sure": Pen(GREY, "1", ":"),
+    "dense-2-sure": Pen(GREY, "2", ":"),
+    "dense-4-sure": Pen(GREY, "_", ":"),
+    "dense-8-sure": Pen(INK, "x", ":"),
+    "top-1-sure": Pen(YELLOW, "v", "-."),
+    "top-k-sure": Pen(ORANGE, "s", "-."),
+    "threshold-sure": Pen(GREEN, "P", "-."),
+    "multi-exit-sure": Pen(PURPLE, "p", ":", False),
 }
 
 
@@ -91,7 +89,7 @@ def panels(
         for axes in grid[:, 0]:
             axes.set_ylabel(label)
         for axes in grid.flat:
-            axes.grid(color=GRID, linewidth=0.6)
+            axes.grid(color=PALE, linewidth=0.6)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         for column, data in zip(grid.T, shown, strict=True):
             column[0].set_title(DATA_NAMES[data])
@@ -100,8 +98,8 @@ def panels(
             for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
                 handles.setdefault(name, handle)
         if handles:
-            look = {"ncols": int(figure.get_figwidth() / 1.75), "fontsize": 8, "handlelength": 2.2}
-            figure.legend(list(handles.values()), list(handles), loc="outside lower center", **look)
+            place = {"ncols": int(figure.get_figwidth() / 1.75), "fontsize": 8, "handlelength": 2.2}
+            figure.legend(list(handles.values()), list(handles), loc="outside lower center", **place)
         return figure
 
 

@@ -12,7 +12,8 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from raytraced.reproduce.canvas import BLUE, FAINT, GRID, INK, LOOKS, ORANGE, SKY, Look, card, panels, set_range
+from raytraced.colours import BLUE, FAINT, INK, ORANGE, SKY
+from raytraced.reproduce.canvas import PALE, PENS, Pen, card, panels, set_range
 from raytraced.reproduce.claims import settled
 from raytraced.reproduce.plan import FULL
 from raytraced.reproduce.records import Point, Record, Results, budget_points, spread
@@ -137,10 +138,10 @@ def draw_lengths(axes: Axes, pooled: Lengths, everyone: list[float]) -> None:
         curves.append((str(length), pooled[length][1], {"color": colour, "marker": "osD^vP"[number], "linewidth": 1.2}))
     reach = max(common, default=1) + 1
     curves.append(("all", everyone[: reach + 1], {"color": INK, "linestyle": "--", "linewidth": 1.6}))
-    for name, curve, look in curves:
-        axes.plot(range(len(curve)), [100 * value for value in curve], markersize=3.5, **look)
+    for name, curve, style in curves:
+        axes.plot(range(len(curve)), [100 * value for value in curve], markersize=3.5, **style)
         # each line carries its own name: no legend to cover the others
-        own: dict[str, Any] = {"va": "center", "fontsize": 7.5, "color": look["color"]}
+        own: dict[str, Any] = {"va": "center", "fontsize": 7.5, "color": style["color"]}
         axes.annotate(name, (len(curve) - 1, 100 * curve[-1]), (4, 0), textcoords="offset points", **own)
     axes.set_xlim(-0.3, reach + 0.7)
     axes.set_xlabel("experts run so far")
@@ -161,9 +162,9 @@ def epochs_figure(results: Results, shown: list[str]) -> Figure:
             lowest, best, last = {}, 0.0, 40
             for label, name in NAMES.items():
                 if records := results.of(data, label, group):
-                    accuracies, look = [100 * one.accuracy for one in records], LOOKS[label]
-                    axes.scatter([settled(one) for one in records], accuracies, s=34, marker=look.marker,
-                                 facecolor=look.face, edgecolor=look.colour, linewidth=1.2, label=name, zorder=3)  # fmt: skip
+                    accuracies, pen = [100 * one.accuracy for one in records], PENS[label]
+                    axes.scatter([settled(one) for one in records], accuracies, s=34, marker=pen.marker,
+                                 facecolor=pen.face, edgecolor=pen.colour, linewidth=1.2, label=name, zorder=3)  # fmt: skip
                     lowest[name], best, last = min(accuracies), max(best, *accuracies), records[0].config.epochs
             axes.set_xlim(0, 1 + last)
             below = set_range(axes, lowest, SPAN, best) if lowest else ""
@@ -181,10 +182,10 @@ def validation_figure(results: Results, shown: list[str]) -> Figure:
         finals = {}
         for label in (label for label in NAMES if results.of(data, label)):
             values = 100 * np.array([one.history["validation_accuracy"] for one in results.of(data, label)])
-            epochs, look = np.arange(1, values.shape[1] + 1), LOOKS[label]
-            style = look.style | {"linewidth": 1.5, "markersize": 4, "markevery": max(1, len(epochs) // 6)}
+            epochs, pen = np.arange(1, values.shape[1] + 1), PENS[label]
+            style = pen.style | {"linewidth": 1.5, "markersize": 4, "markevery": max(1, len(epochs) // 6)}
             axes.plot(epochs, values.mean(0), label=NAMES[label], **style)
-            axes.fill_between(epochs, values.min(0), values.max(0), color=look.colour, alpha=0.15, linewidth=0)
+            axes.fill_between(epochs, values.min(0), values.max(0), color=pen.colour, alpha=0.15, linewidth=0)
             finals[NAMES[label]] = spread(values[:, -1]).mean
         # the first epochs would leave no room for the differences
         below = set_range(axes, finals | {"": max(finals.values()) - SPAN / 2}, SPAN)
@@ -214,7 +215,7 @@ def class_figure(record: Record, class_names: tuple[str, ...]) -> Figure:
             layers = [] if number % columns else [str(layer + 1) for layer in range(len(load_LN))]
             axes.set_yticks(range(len(load_LN)), layers, fontsize=7)
             axes.tick_params(length=0)
-            axes.spines[:].set(visible=True, color=GRID)
+            axes.spines[:].set(visible=True, color=PALE)
         grid[0, 0].set_ylabel("layer", fontsize=7, color=FAINT)
         scale = figure.colorbar(picture, ax=grid, shrink=0.6, aspect=18, pad=0.02)
         scale.set_label("share of images", fontsize=8)
@@ -258,22 +259,22 @@ def draw_frontier(results: Results, data: str, axes: Axes) -> None:
         if values[point.records[0].label] >= axes.get_ylim()[0]:
             families.setdefault(point.records[0].family, []).append(point)
 
-    def draw(chosen: list[Point], name: str, look: Look, std: list[float] | None) -> list[tuple[float, float]]:
+    def draw(chosen: list[Point], name: str, pen: Pen, std: list[float] | None) -> list[tuple[float, float]]:
         """Points of one family, joined; returns where they are."""
         x, y = [(point.macs - common) / 1000 for point in chosen], [100 * point.accuracy.mean for point in chosen]
-        style = look.style | ({"linestyle": "none"} if len(chosen) == 1 else {})
+        style = pen.style | ({"linestyle": "none"} if len(chosen) == 1 else {})
         axes.errorbar(x, y, std, label=name, markersize=6, linewidth=1.5, elinewidth=0.8, zorder=4, **style)
         return list(zip(x, y, strict=True))
 
     for family, chosen in families.items():
-        look, std = LOOKS[family], [100 * point.accuracy.std for point in chosen]
-        places = draw(chosen, KNOB_NAMES.get(family, family), look, std)
-        own: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7.5, "color": look.colour}
+        pen, std = PENS[family], [100 * point.accuracy.std for point in chosen]
+        places = draw(chosen, KNOB_NAMES.get(family, family), pen, std)
+        own: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7.5, "color": pen.colour}
         for point, place in zip(chosen, places, strict=True) if family in KNOB_NAMES else ():
             axes.annotate(setting_of(point.records[0]), place, (5, 4), **own)
     budgets = budget_points(results.of(data, "mre"))[1:]
     if len(budgets) > 1:
-        draw(budgets, "MRE, budgets 1, 2 …", Look(BLUE, ".", "--"), None)
+        draw(budgets, "MRE, budgets 1, 2 …", Pen(BLUE, ".", "--"), None)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -305,7 +306,7 @@ def sure_figure(results: Results, shown: list[str]) -> Figure:
             rows = list(zip(*(one["points"] for one in records), strict=True))
             x, y = ([spread(row[name] for row in same).mean for same in rows] for name in ("macs", "accuracy"))
             axes_x, axes_y = [(value - fixed) / 1000 for value in x], [100 * value for value in y]
-            above.plot(axes_x, axes_y, label=label, markersize=4, linewidth=1.4, **LOOKS[label].style)
+            above.plot(axes_x, axes_y, label=label, markersize=4, linewidth=1.4, **PENS[label].style)
             finals[label] = max(axes_y)
         told = set_range(above, finals | {"": max(finals.values()) - 2.5}, 4.0)
         above.set_xlabel(f"thousand multiply-adds an image,\nbeyond the common input block{told}", fontsize=8)

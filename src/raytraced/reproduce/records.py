@@ -14,6 +14,7 @@ from raytraced.training.config import TrainConfig
 
 # Learning rates whose accuracies differ by no more are equal, and of equals the smaller wins: its long runs are steadier.
 TIE = 0.001 + 1e-9  # 6 of 6,000 images are exactly a tie
+SHOWN_WITHIN = 0.1  # points of validation accuracy that an early stop may cost, where one number is told
 COSTS = ("accuracy", "experts", "macs", "expert_macs")
 
 

@@ -29,10 +29,10 @@ RULE = (
 def write_report(results: Results, scale: Scale, folder: Path) -> None:
     """Write everything but the figures, which lie in the folder already."""
     quick = QUICK_NOTE if scale.name == "quick" else ""
-    claims, tables, about = judge_all(results), all_tables(results), describe(results, scale)
+    claims, tables, about = judge_all(results), all_tables(results), about_all(results, scale)
     summary: dict[str, Any] = {"quick": True} if quick else {}
     for data in results.data():
-        summary[data] = {label: summarise(results.of(data, label)) for label in results.labels(data)}
+        summary[data] = {label: over_seeds(results.of(data, label)) for label in results.labels(data)}
     summary["claims"] = {name: asdict(claim) for name, claim in claims.items()}
     readme = readme_table(results)
     text = ["# Results", "", *([f"**{quick}**", ""] if quick else []), RULE, "", *(one.markdown() for one in tables)]
@@ -52,7 +52,7 @@ def render(template: str, /, **values: Any) -> str:
     return environment.from_string(Path(__file__).with_name(template).read_text(encoding="utf-8")).render(**values)
 
 
-def summarise(records: list[Record]) -> dict[str, Any]:
+def over_seeds(records: list[Record]) -> dict[str, Any]:
     """The figures of one model on one data set, over its seeds."""
     point = make_point(records)
     return {
@@ -67,7 +67,7 @@ def summarise(records: list[Record]) -> dict[str, Any]:
     }
 
 
-def describe(results: Results, scale: Scale) -> dict[str, Any]:
+def about_all(results: Results, scale: Scale) -> dict[str, Any]:
     """How long it took, with what, and by which rules."""
     return {
         "scale": scale.name,

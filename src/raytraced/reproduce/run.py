@@ -19,7 +19,7 @@ from rich.console import Console
 
 from raytraced.files import lock_file, write_file
 from raytraced.reproduce.plan import Run
-from raytraced.reproduce.records import Record, Store, read_line, write_line
+from raytraced.reproduce.records import SHOWN_WITHIN, Record, Store, read_line, write_line
 from raytraced.training.interrupt import Interrupted, listen
 from raytraced.training.run_folder import RunFolder
 from raytraced.training.tables import clock
@@ -29,8 +29,8 @@ MOST_BUDGETS = 20
 WITHIN = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # points of validation accuracy that an early stop may cost
 HISTORY = ("train_loss", "train_accuracy", "validation_accuracy", "validation_bits_per_byte", "validation_experts",
            "seconds")  # fmt: skip
-VALIDATION = ("num_samples", "accuracy", "bits_per_byte", "loss", "calibration_error", "mean_experts", "accuracy_per_class",
-              "experts_per_class", "expert_load")  # fmt: skip
+JUDGED = ("num_samples", "accuracy", "bits_per_byte", "loss", "calibration_error", "mean_experts", "accuracy_per_class",
+          "experts_per_class", "expert_load")  # fmt: skip
 
 
 def run_all(
@@ -45,7 +45,7 @@ def run_all(
     failures: dict[str, str] = {}
     crew: dict[Connection, SpawnProcess] = {}  # our end of the pipe to a worker → its process
     busy: dict[Connection, Run] = {}
-    with locked(work / ".workers"), listen() as request, Console(stderr=True).status("starting") as status:
+    with only_runner(work / ".workers"), listen() as request, Console(stderr=True).status("starting") as status:
         store, started = Store(records), time.monotonic()
         missing = [run for run in runs if publish(run, work, store) is None]
         waiting = deque(sorted(missing, key=lambda run: -run.expected_seconds))
@@ -63,7 +63,7 @@ def run_all(
                     problem = problem or ("left no record" if record is None else record.error)
                     failures |= {run.key: problem} if problem else {}
                     to_go = [*waiting, *busy.values()]
-                    told = f"{describe(run, record, problem)}  ({time_left(missing, to_go, started)})"
+                    told = f"{tell_run(run, record, problem)}  ({time_left(missing, to_go, started)})"
                     told = f"[{len(runs) - len(to_go)}/{len(runs)}] {told}"
                     status.console.print(told, highlight=False, markup=False, soft_wrap=True)
                 to_go, at_work = [*waiting, *busy.values()], ", ".join(run.key for run in busy.values())
@@ -81,7 +81,7 @@ def run_all(
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def only_runner(path: Path) -> Iterator[None]:
     """One runner at a time, and none while workers of a killed one save; the lock goes with the processes, however they end."""
     with path.open("w") as file:
         deadline = time.monotonic() + LOCK_SECONDS
@@ -107,7 +107,7 @@ def publish(run: Run, work: Path, store: Store) -> Record | None:
     return record
 
 
-def describe(run: Run, record: Record | None, problem: str | None) -> str:
+def tell_run(run: Run, record: Record | None, problem: str | None) -> str:
     """A run that has ended, in a reader's words."""
     told = f"failed: {problem}"
     if record is not None and not problem:
@@ -127,7 +127,7 @@ def start(crew: dict[Connection, SpawnProcess], work: Path, data_root: str | Non
     """Our end of the pipe to a new worker."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    crew[ours] = context.Process(target=serve, args=(theirs, work, data_root), daemon=True)
+    crew[ours] = context.Process(target=be_worker, args=(theirs, work, data_root), daemon=True)
     crew[ours].start()
     theirs.close()  # so that our end notices when the worker is gone
     return ours
@@ -144,7 +144,7 @@ def hear(pipe: Connection, crew: dict[Connection, SpawnProcess]) -> str | None:
     return problem
 
 
-def serve(pipe: Connection, work: Path, data_root: str | None) -> None:
+def be_worker(pipe: Connection, work: Path, data_root: str | None) -> None:
     """The worker: train every run that comes through the pipe on one core; answer with None, or with what went wrong."""
     os.setsid()  # Ctrl-C is the runner's: it asks the workers to stop
     os.dup2(2, 1)  # what libraries print is no part of the runner's output
@@ -197,7 +197,7 @@ def stops(run: Run, folder: RunFolder, data_root: str | None) -> dict[str, Any]:
     """What stopping when sure gives a model that learnt to answer early, thresholds from validation, figures from test images.
 
     "points": a row for each number of points that may be lost; "looks": a row where everyone stops after as many layers;
-    "runs": by experts run at the threshold that may lose 0.1 points, the number of images and how many of them are right.
+    "runs": by experts run at the threshold that may lose SHOWN_WITHIN points, how many images, and how many of them are right.
     """
     if not run.config.look_loss and not run.config.anytime_loss and run.config.model != "multi-exit":
         return {}
@@ -213,7 +213,7 @@ def stops(run: Run, folder: RunFolder, data_root: str | None) -> dict[str, Any]:
         sure = calibrate(seen, within)
         validation = {f"validation_{name}": value for name, value in seen.stop(sure).items()}
         points.append({"within": within, "sure": sure} | validation | shown.stop(sure))
-    return {"points": points, "looks": shown.looks(), "runs": shown.by_runs(calibrate(seen, 0.1))}
+    return {"points": points, "looks": shown.looks(), "runs": shown.by_runs(calibrate(seen, SHOWN_WITHIN))}
 
 
 def make_record(run: Run, folder: RunFolder) -> Record:
@@ -227,7 +227,7 @@ def make_record(run: Run, folder: RunFolder) -> Record:
         **vars(run),
         **{name: summary[name] for name in ("best_epoch", "parameters", "seconds", "versions")},
         history={name: [epoch[name] for epoch in epochs] for name in HISTORY if name in epochs[0]},
-        validation={name: validation[name] for name in VALIDATION if name in validation},
+        validation={name: validation[name] for name in JUDGED if name in validation},
         test={name: value for name, value in test.items() if name != "budgets" and value is not None},
         budgets=[
             {f"validation_{name}": other[name] for name in ("accuracy", "bits_per_byte", "macs") if name in other} | row

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from raytraced.files import write_file
-from raytraced.reproduce.records import Record, Results
+from raytraced.reproduce.records import SHOWN_WITHIN, Record, Results
 from raytraced.reproduce.report import render
 from raytraced.reproduce.variants import DATA_NAMES, NAMES, SHIPPED
 from raytraced.saving import PRETRAINED, load, save
@@ -13,7 +13,6 @@ from raytraced.tasks.table import find_task
 from raytraced.training.calibration import calibration
 
 MOST_BYTES = 1_000_000
-WITHIN = 0.1  # points of validation accuracy that an early stop may cost
 RECIPE_FIELDS = ("optimizer", "lr", "lr_routing", "lr_experts", "schedule", "batch_size", "warmup", "weight_decay",
                  "clip", "label_smoothing", "target_experts", "anytime_loss", "look_loss", "data_options")  # fmt: skip
 
@@ -41,7 +40,7 @@ def ship(name: str, record: Record, run: Path, folder: Path, data_root: str | No
     shutil.copyfile(source, target)
     if record.sure:  # it learnt to be stopped early: say when
         model, task = load(source), find_task(record.data)
-        found = calibration(model, task, task.load_for(model, record.data, data_root), WITHIN, "layer")
+        found = calibration(model, task, task.load_for(model, record.data, data_root), SHOWN_WITHIN, "layer")
         model.card = replace(model.card, calibration=found)
         save(model, target)
     config = record.config

@@ -11,11 +11,10 @@ from raytraced.grid import MLPExperts
 from raytraced.models.table import GRID
 from raytraced.reproduce.claims import RECIPES, expert_loads, grid_entropy, load_entropy, num_dead
 from raytraced.reproduce.plan import FULL
-from raytraced.reproduce.records import Point, Results, choose_rate, spread
+from raytraced.reproduce.records import SHOWN_WITHIN, Point, Results, choose_rate, spread
 from raytraced.reproduce.variants import BALANCE_VARIANTS, DATA_NAMES, MRE_PAPER, NAMES
 from raytraced.words import markdown_table
 
-SHOWN_WITHIN = 0.1  # points that an early stop may cost on validation images
 NUM_NODES = GRID["num_layers"] * GRID["num_experts"]
 
 # The paper's table 1: accuracy in percent, mean and standard deviation over three seeds.

@@ -9,45 +9,48 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from raytraced.colours import BLUE, GREY, INK, ORANGE, SKY
 from raytraced.files import write_file
-from raytraced.reproduce.canvas import BLUE, GREY, INK, ORANGE, SKY, Look, panels
+from raytraced.reproduce.canvas import Pen, panels
 from raytraced.reproduce.claims import num_dead
 from raytraced.reproduce.records import Record, Results, shorten, spread
 from raytraced.reproduce.tables import Table, count_seeds, search_table
 from raytraced.reproduce.variants import DATA_NAMES
 
-TOP_K = ("top-1-of-32", "top-2-of-32", "top-4-of-32")
+NUM_BLOCKS, NUM_IN_BLOCK = 2, 32  # of every decoder here, and of each of its blocks
+TOP_K_LABELS = ("top-1-of-32", "top-2-of-32", "top-4-of-32")
 # Experts a block that the elastic model is shown with, and who was trained to run as many.
 BUDGETS = {1: ("top-1-of-32",), 2: ("top-2-of-32",), 4: ("stack-1", "top-4-of-32"), 8: ("stack-2",)}
 # What the figure joins by a line, by its name there.
 LINES = {
-    "dense, 1 … 8 blocks": (("dense-1", "dense-2", "dense-4", "dense-8"), Look(GREY, "_", ":")),
-    "top-1, 2, 4 of 32": (TOP_K, Look(ORANGE, "s", "-.")),
-    "4 × top-1, top-2 of 8": (("stack-1", "stack-2"), Look(INK, "D", "--", False)),
-    "planned-1": (("planned-1",), Look(GREY, "^", "none", False)),
-    "threshold": (("threshold",), Look(GREY, "P", "none", False)),
-    "aux-free": (("aux-free",), Look(GREY, "v", "none", False)),
-    "null-experts": (("null-experts",), Look(GREY, "*", "none", False)),
-    "chain": (("chain",), Look(GREY, "h", "none", False)),
-    "relu": (("relu",), Look(GREY, "X", "none", False)),
-    "threshold-of-32": (("threshold-of-32",), Look(ORANGE, "P", "none", False)),
-    "relu-of-32": (("relu-of-32",), Look(ORANGE, "X", "none", False)),
-    "MRE, trained for 4, 8": (("mre-target-4", "mre-target-8"), Look(BLUE, "o")),
-    "MRE, one layer": (("mre-wide-target-4", "mre-wide"), Look(SKY, "o")),
-    "MRE, its own end": (("mre",), Look(BLUE, "o", "none", False)),
+    "dense, 1 … 8 blocks": (("dense-1", "dense-2", "dense-4", "dense-8"), Pen(GREY, "_", ":")),
+    "top-1, 2, 4 of 32": (TOP_K_LABELS, Pen(ORANGE, "s", "-.")),
+    "4 × top-1, top-2 of 8": (("stack-1", "stack-2"), Pen(INK, "D", "--", False)),
+    "planned-1": (("planned-1",), Pen(GREY, "^", "none", False)),
+    "threshold": (("threshold",), Pen(GREY, "P", "none", False)),
+    "aux-free": (("aux-free",), Pen(GREY, "v", "none", False)),
+    "null-experts": (("null-experts",), Pen(GREY, "*", "none", False)),
+    "chain": (("chain",), Pen(GREY, "h", "none", False)),
+    "relu": (("relu",), Pen(GREY, "X", "none", False)),
+    "threshold-of-32": (("threshold-of-32",), Pen(ORANGE, "P", "none", False)),
+    "relu-of-32": (("relu-of-32",), Pen(ORANGE, "X", "none", False)),
+    "MRE, trained for 4, 8": (("mre-target-4", "mre-target-8"), Pen(BLUE, "o")),
+    "MRE, one layer": (("mre-wide-target-4", "mre-wide"), Pen(SKY, "o")),
+    "MRE, its own end": (("mre",), Pen(BLUE, "o", "none", False)),
 }
 NOTE = (
-    "Test bytes, mean and deviation over {seeds}. Experts: the mean that a byte runs in a block, of 32. Multiply-adds: of a "
-    "byte, in thousands, everything counted. Dead: experts that fewer than one byte in a thousand runs, of 64."
+    f"Test bytes, mean and deviation over {{seeds}}. Experts: the mean that a byte runs in a block, of {NUM_IN_BLOCK}. "
+    "Multiply-adds: of a byte, in thousands, everything counted. Dead: experts that fewer than one byte in a thousand runs, "
+    f"of {NUM_BLOCKS * NUM_IN_BLOCK}."
 )
 SEARCHED = "Whole runs, a seed that no other run has. All of dense blocks, of rivals' 32 in one layer, and of stacks share one."
 
 
-def figures(records: list[Record]) -> dict[str, Any]:
+def text_means(records: list[Record]) -> dict[str, Any]:
     """The means of one model on one text, over its seeds."""
     bits = spread(one.bits for one in records)
     means = {
-        "experts_mean": (one.experts / 2 for one in records),
+        "experts_mean": (one.experts / NUM_BLOCKS for one in records),
         "macs_mean": (one.macs["total"] for one in records),
         "routing_macs": (one.macs["routing"] for one in records),
         "dead": (num_dead(torch.tensor(one.test["expert_load"])) for one in records),
@@ -58,11 +61,11 @@ def figures(records: list[Record]) -> dict[str, Any]:
 
 def cheapest_first(results: Results, data: str) -> dict[str, dict[str, Any]]:
     """The figures of every model on one text."""
-    known = {label: figures(results.of(data, label)) for label in results.labels(data)}
+    known = {label: text_means(results.of(data, label)) for label in results.labels(data)}
     return dict(sorted(known.items(), key=lambda item: item[1]["macs_mean"]))
 
 
-def told(one: dict[str, Any]) -> str:
+def tell_bits(one: dict[str, Any]) -> str:
     """Bits, and their deviation where there is one."""
     return f"{one['bits_mean']:.3f}" + (f" ± {one['bits_std']:.3f}" if one["seeds"] > 1 else "")
 
@@ -71,7 +74,7 @@ def text_table(results: Results, data: str) -> Table:
     """Every model on one text, the cheapest first."""
     known = cheapest_first(results, data)
     rows = [
-        [label, told(one), f"{one['experts_mean']:.2f}",
+        [label, tell_bits(one), f"{one['experts_mean']:.2f}",
          f"{one['macs_mean'] / 1000:.0f}", f"{one['routing_macs'] / 1000:.1f}", f"{one['dead']:.1f}",
          f"{one['parameters']:,}"]
         for label, one in known.items()
@@ -100,10 +103,10 @@ def elastic_table(results: Results, data: str) -> Table:
 def wide_table(results: Results, data: str) -> Table:
     """Ours and rivals against one layer of top-k of 32 at their own multiply-adds."""
     known = cheapest_first(results, data)
-    line = [known[label] for label in TOP_K if label in known]
+    line = [known[label] for label in TOP_K_LABELS if label in known]
     rows = []
     for label in ("mre-wide-target-4", "mre-wide", "threshold-of-32", "relu-of-32", "mre"):
-        if label in known and len(line) == len(TOP_K):
+        if label in known and len(line) == len(TOP_K_LABELS):
             one = known[label]
             macs, bits, stds = ([each[key] for each in line] for key in ("macs_mean", "bits_mean", "bits_std"))
             level, std = (np.interp(one["macs_mean"], macs, values) for values in (bits, stds))
@@ -118,12 +121,12 @@ def text_figure(results: Results, shown: list[str]) -> Figure:
 
     def draw(data: str, axes: Axes) -> None:
         known = cheapest_first(results, data)
-        for name, (labels, look) in LINES.items():
+        for name, (labels, pen) in LINES.items():
             points = [one for label, one in known.items() if label in labels]
             if points:
                 x, y, std = ([one[key] for one in points] for key in ("macs_mean", "bits_mean", "bits_std"))
                 x = [macs / 1000 for macs in x]
-                axes.errorbar(x, y, std, label=name, markersize=5, linewidth=1.4, elinewidth=0.8, **look.style)
+                axes.errorbar(x, y, std, label=name, markersize=5, linewidth=1.4, elinewidth=0.8, **pen.style)
         for record in results.of(data, "mre-elastic")[:1]:
             rows = record.budgets[1:9]
             x, y = [row["macs"] / 1000 for row in rows], [row["bits_per_byte"] for row in rows]
@@ -141,7 +144,7 @@ def write_text(results: Results, folder: Path, quick: bool) -> Path:
     shown = results.data()
     tables = [make(results, data) for data in shown for make in (text_table, elastic_table, wide_table)]
     tables.append(search_table(results, lambda score: f"{-score:.3f}", SEARCHED))
-    summary = {data: {label: figures(results.of(data, label)) for label in results.labels(data)} for data in shown}
+    summary = {data: {label: text_means(results.of(data, label)) for label in results.labels(data)} for data in shown}
     first = ["# Language models", "", *(["**Quick run, not a result.**", ""] if quick else [])]
     first += ["Written by `raytraced reproduce --only text`; the rules are in docs/text.md.", ""]
     write_file(folder / "summary.json", json.dumps(shorten(summary), indent=1) + "\n")

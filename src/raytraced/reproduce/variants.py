@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from raytraced.models.table import PAPER
 from raytraced.training.config import Preset
 
 # In print. Who has a name here is in the paper's tables.
@@ -41,11 +42,9 @@ class Variant:
     setting: float | None = None
 
 
-# Both recipes said in full: a record tells what it was made with, and a test asks whether that is still what is built.
+# Said in full, as PAPER is: a record tells what it was made with, and a test asks whether that is still what is built.
 RECIPE = {"stream": "residual", "weighting": "rates-to-one", "mask_gradient": "active", "estimator": "none",
           "train_select": "greedy", "reach": 5.0, "sight_rank": 4}  # fmt: skip
-PAPER = {"stream": "residual", "weighting": "unit", "mask_gradient": "all", "estimator": "gumbel", "temperature": 20.0,
-         "train_select": "sample", "gate_init": "uniform", "reach": 0.0, "sight_rank": 0}  # fmt: skip
 
 # The paper's models, but every rival gets the residual stream that MRE has: plain MLPs of nine layers hardly train.
 MLP_TOTAL = Variant("mlp-total", "mlp-total", {"stream": "residual"})

@@ -21,20 +21,6 @@ from raytraced.words import require, require_one_of
 Weighting = Literal["unit", "rates-to-one", "rates"]
 MaskGradient = Literal["all", "active"]
 
-# What the paper's text says, and where it is open, the reading that comes nearest to its own tables: docs/paper.md.
-# Every default below is our recipe.
-PAPER = {
-    "stream": "residual",
-    "weighting": "unit",
-    "mask_gradient": "all",
-    "estimator": "gumbel",
-    "temperature": 20.0,
-    "train_select": "sample",
-    "gate_init": "uniform",
-    "reach": 0.0,
-    "sight_rank": 0,
-}
-
 
 def activation_sequence(
     routing: RoutingNetwork,
@@ -197,7 +183,7 @@ class RaytracedRouter(Router):
 class RaytracedExperts(RoutedLayer):
     """A grid of experts of which every input vector runs its own sequence; hidden (..., D) in and out.
 
-    The defaults are our recipe; `RaytracedExperts(dim, num_layers, num_experts, **PAPER)` is the paper's.
+    The defaults are our recipe; `RaytracedExperts(dim, num_layers, num_experts, **raytraced.PAPER)` is the paper's.
     """
 
     answers_along_the_way = True

@@ -12,7 +12,7 @@ from raytraced.layer import Choice, Draws, Router
 from raytraced.routers.choosing import balance_loss
 from raytraced.words import require, require_one_of
 
-Total = Literal["gate", "count"]
+SumsTo = Literal["gate", "count"]
 
 
 class Threshold(Router):
@@ -31,13 +31,13 @@ class Threshold(Router):
         threshold: float = 0.5,
         entropy: float = 0.0,
         balance: float = 0.0,
-        total: Total = "gate",
+        total: SumsTo = "gate",
     ) -> None:
         super().__init__(dim, num_layers, num_experts)
         require(0 <= threshold <= 1, "threshold", threshold, "must lie in 0 … 1, it is a sum of probabilities")
         require(entropy >= 0, "entropy", entropy, "must not be negative")
         require(balance >= 0, "balance", balance, "must not be negative")
-        require_one_of("total", total, get_args(Total))
+        require_one_of("total", total, get_args(SumsTo))
         self.threshold, self.entropy, self.balance, self.total = threshold, entropy, balance, total
 
     def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:

@@ -15,28 +15,28 @@ from starlette.routing import Route
 from torch import Tensor
 
 from raytraced import __version__
-from raytraced.explore.packing import why_not
-from raytraced.explore.page import make_page as page_of
+from raytraced.explore.packing import why_unpackable
+from raytraced.explore.page import make_page
 from raytraced.serve.answering import Answer, Asked, Delivery, check_asked
 from raytraced.serve.batching import SENDING, Worker
-from raytraced.serve.guard import Guard, State
+from raytraced.serve.guard import Guard, Traffic
 from raytraced.serve.limits import Limits, RefusedError, send_json, shown
 from raytraced.serve.models import Served
-from raytraced.serve.reading import find_model, read_body, read_inputs
+from raytraced.serve.reading import choose_model, read_body, read_inputs
 from raytraced.serve.schema import document, request_schemas
 from raytraced.words import require
 
-SMALL = 1 << 16  # bytes of a body that are read where they arrive; reading more would keep others waiting
+SMALL_BODY = 1 << 16  # bytes of a body that are read where they arrive; reading more would keep others waiting
 
 
 class Server:
     """The loaded models, what computes, and what is under way."""
 
     def __init__(self, models: Sequence[Served], limits: Limits | None = None, hosts: Sequence[str] = ()) -> None:
-        self.models, self.limits, self.state = list(models), limits or Limits(), State()
+        self.models, self.limits, self.traffic = list(models), limits or Limits(), Traffic()
         self.schemas = request_schemas([served.name for served in models], self.limits)
         self.page: bytes | None = None
-        self.worker = Worker(self.state.metrics)
+        self.worker = Worker(self.traffic.metrics)
         routes = [
             Route("/", self.show_page),
             Route("/healthz", self.health),
@@ -49,7 +49,7 @@ class Server:
         ]
         handlers: dict[Any, Any] = dict.fromkeys((RefusedError, HTTPException, Exception), refuse)
         starlette = Starlette(routes=routes, exception_handlers=handlers, lifespan=self.lifespan)
-        self.app = Guard(starlette, self.state, self.limits, {str(route.path) for route in routes}, hosts)
+        self.app = Guard(starlette, self.traffic, self.limits, {str(route.path) for route in routes}, hosts)
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -63,10 +63,10 @@ class Server:
 
         def understand() -> tuple[dict[str, Any], Served, list[Tensor]]:
             given = read_body(body, schema)
-            served = find_model(given, self.models)
+            served = choose_model(given, self.models)
             return given, served, read_inputs(given, served, self.limits)
 
-        given, served, inputs = understand() if len(body) <= SMALL else await asyncio.to_thread(understand)
+        given, served, inputs = understand() if len(body) <= SMALL_BODY else await asyncio.to_thread(understand)
         try:
             check_asked(served, given | more)
             sure, look = find_sure(given.get("sure"), served)
@@ -127,18 +127,18 @@ class Server:
         return send_json({"models": [served.told() for served in self.models]})
 
     async def health(self, request: Request) -> Response:
-        return send_json({"status": "ok", "under_way": self.state.under_way})
+        return send_json({"status": "ok", "under_way": self.traffic.under_way})
 
     async def metrics(self, request: Request) -> Response:
-        gauge = f"raytraced_under_way {self.state.under_way}\n"
-        return Response(self.state.metrics.text() + gauge, media_type="text/plain; version=0.0.4")
+        gauge = f"raytraced_under_way {self.traffic.under_way}\n"
+        return Response(self.traffic.metrics.text() + gauge, media_type="text/plain; version=0.0.4")
 
     async def openapi(self, request: Request) -> Response:
         return send_json(document(self.schemas, __version__))
 
     async def show_page(self, request: Request) -> Response:
         if self.page is None:
-            self.page = (await asyncio.to_thread(make_page, self.models)).encode()
+            self.page = (await asyncio.to_thread(front_page, self.models)).encode()
         return HTMLResponse(self.page, headers={"Content-Security-Policy": POLICY})
 
 
@@ -195,12 +195,12 @@ async def refuse(request: Request, error: Exception) -> Response:
     return (error if isinstance(error, RefusedError) else RefusedError(*FAILED)).response()
 
 
-def make_page(models: Sequence[Served]) -> str:
+def front_page(models: Sequence[Served]) -> str:
     """The page to explore the models with, those that can run in it; where there is none, a list of what there is."""
     # rivals answer here, but do not run in a page
-    runnable = [(served.name, served.model) for served in models if why_not(served.model) is None]
+    runnable = [(served.name, served.model) for served in models if why_unpackable(served.model) is None]
     if runnable:
-        return page_of(runnable)
+        return make_page(runnable)
     names = "".join(f"<li>{escape(served.name)}</li>" for served in models)
     paths = "".join(f'<li><a href="{path}">{path}</a></li>' for path in ("/api/models", "/openapi.json", "/metrics"))
     head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>raytraced</title><h1>raytraced</h1>'

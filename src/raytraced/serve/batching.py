@@ -25,7 +25,7 @@ PASSES = 5  # of the event loop, that a request takes until it waits here, or an
 
 
 @dataclass(eq=False)
-class Run:
+class Job:
     """Rows that are answered together, and the steps that are left."""
 
     asked: list[Asked]
@@ -42,7 +42,7 @@ class Worker:
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
         self.waiting: dict[tuple[Any, ...], list[tuple[float, int, Asked]]] = {}  # by key, the most urgent first
-        self.going: list[Run] = []
+        self.going: list[Job] = []
         self.number, self.submitted = itertools.count(), asyncio.Event()
 
     def submit(self, asked: list[Asked]) -> None:
@@ -55,28 +55,28 @@ class Worker:
         """Step after step; between two turns requests arrive and answers leave."""
         while True:
             until = perf_counter() + TURN
-            while (run := self.take()) is not None:
-                if self.step(run) or perf_counter() > until:
+            while (job := self.take()) is not None:
+                if self.step(job) or perf_counter() > until:
                     break
-            if run is None:
+            if job is None:
                 self.submitted.clear()
                 await self.submitted.wait()
                 continue
             for _ in range(PASSES):  # with steps between them each would cost a deadline a whole turn
                 await asyncio.sleep(0)
 
-    def take(self) -> Run | None:
-        """The most urgent run: one that is going, or one made of rows that wait."""
+    def take(self) -> Job | None:
+        """The most urgent job: one that is going, or one made of rows that wait."""
         while True:
             key = min(self.waiting, key=lambda key: self.waiting[key][0][0], default=None)
-            run = min(self.going, key=lambda run: run.urgent, default=None)
-            if run is not None and (key is None or run.urgent <= self.waiting[key][0][0]):
-                self.going.remove(run)
-                return run
+            job = min(self.going, key=lambda job: job.urgent, default=None)
+            if job is not None and (key is None or job.urgent <= self.waiting[key][0][0]):
+                self.going.remove(job)
+                return job
             if key is None:
                 return None
             if rows := self.next_rows(key):
-                return Run(rows, answer(rows))
+                return Job(rows, answer(rows))
 
     def next_rows(self, key: tuple[Any, ...]) -> list[Asked]:
         """As many rows of a key as one call takes, without those that nobody waits for."""
@@ -90,22 +90,22 @@ class Worker:
         return rows
 
     @torch.inference_mode()
-    def step(self, run: Run) -> bool:
-        """One step of a run, and whether it gave anything to send; an error ends all of its rows, and no others."""
+    def step(self, job: Job) -> bool:
+        """One step of a job, and whether it gave anything to send; an error ends all of its rows, and no others."""
         try:
-            delivered = next(run.steps, None)
+            delivered = next(job.steps, None)
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
-            self.deliver([(one, error, True) for one in run.asked])
+            self.deliver([(one, error, True) for one in job.asked])
             return True
         if delivered is None:
             return False
-        self.metrics.observe("raytraced_batch_rows", len(run.asked))
+        self.metrics.observe("raytraced_batch_rows", len(job.asked))
         self.deliver(delivered)
         done = {id(one) for one, _, last in delivered if last}
-        run.asked = [one for one in run.asked if id(one) not in done and not one.gone]
-        if run.asked:
-            self.going.append(run)
+        job.asked = [one for one in job.asked if id(one) not in done and not one.gone]
+        if job.asked:
+            self.going.append(job)
         return bool(delivered)
 
     def deliver(self, delivered: list[Delivery]) -> None:

@@ -17,7 +17,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass
-class State:
+class Traffic:
     """What is under way, what was counted, and whether the server is about to end."""
 
     metrics: Metrics = field(default_factory=Metrics)
@@ -29,9 +29,9 @@ class Guard:
     """Refuses requests by their head alone; passes the others on."""
 
     def __init__(
-        self, app: ASGIApp, state: State, limits: Limits, paths: Collection[str], hosts: Sequence[str] = ()
+        self, app: ASGIApp, traffic: Traffic, limits: Limits, paths: Collection[str], hosts: Sequence[str] = ()
     ) -> None:
-        self.app, self.state, self.limits, self.paths = app, state, limits, set(paths)
+        self.app, self.traffic, self.limits, self.paths = app, traffic, limits, set(paths)
         self.hosts = {*LOOPBACK, *(host.lower() for host in hosts)}
         # Behind an address of a network there may be any number of others; a page cannot lie about a number, only about a name.
         self.takes_numbers = bool({*hosts} - {*LOOPBACK})
@@ -53,17 +53,17 @@ class Guard:
                 message = {**message, "headers": [*message["headers"], *safe]}
             await send(message)
 
-        self.state.under_way += works
+        self.traffic.under_way += works
         try:
             self.check(scope, works)
             await self.app(scope, receive, send_on)
         except RefusedError as error:
             await error.response()(scope, receive, send_on)
         finally:
-            self.state.under_way -= works
+            self.traffic.under_way -= works
             path = scope["path"] if scope["path"] in self.paths else "other"
-            self.state.metrics.add("raytraced_requests_total", path=path, status=status)
-            self.state.metrics.observe("raytraced_request_seconds", perf_counter() - arrived, path=path)
+            self.traffic.metrics.add("raytraced_requests_total", path=path, status=status)
+            self.traffic.metrics.observe("raytraced_request_seconds", perf_counter() - arrived, path=path)
 
     def check(self, scope: Scope, works: bool) -> None:
         """Refuse a request by its head."""
@@ -75,9 +75,9 @@ class Guard:
             # a page of another server may not ask: its origin is not the address that it asks
             if origin.lower() not in (f"http://{hosts[0]}".lower(), f"https://{hosts[0]}".lower()):
                 raise RefusedError(403, "origin", "origin: only this server's own page may ask")
-        if self.state.ending:
+        if self.traffic.ending:
             raise RefusedError(503, "ending", "the server is about to end; nothing new is begun")
-        if works and self.state.under_way > self.limits.under_way:
+        if works and self.traffic.under_way > self.limits.under_way:
             most = self.limits.under_way
             raise RefusedError(429, "under_way", f"{most} requests are under way, no more are taken; try again")
 

@@ -45,11 +45,11 @@ class Metrics:
             lines += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
             for (key, suffix, labels), value in self.counts.items():
                 if key == name:
-                    lines.append(f"{name}{suffix}{told(labels)} {value:.12g}")
+                    lines.append(f"{name}{suffix}{tell_labels(labels)} {value:.12g}")
         return "\n".join(lines) + "\n"
 
 
-def told(labels: Labels) -> str:
+def tell_labels(labels: Labels) -> str:
     """Labels as they are written."""
 
     def escaped(value: object) -> str:

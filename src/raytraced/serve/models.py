@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raytraced import operations
-from raytraced.cost import num_parameters
 from raytraced.layer import Look, Looks
 from raytraced.models.classifier import Classifier
 from raytraced.models.gpt import GPT
-from raytraced.models.output import LookAt, Model, Output
+from raytraced.models.output import LookAt, Model, Output, num_parameters
 from raytraced.routers.prefixes import FEW_ROWS
 from raytraced.routers.raytraced import RaytracedExperts
 from raytraced.saving import load

@@ -21,7 +21,7 @@ from raytraced.serve.models import Served
 from raytraced.serve.schema import Schema, check
 from raytraced.tasks.images.loading import read_image
 
-FORMATS = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG"}
+FILE_KINDS = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG"}
 
 
 def read_body(body: bytes, schema: Schema) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def read_body(body: bytes, schema: Schema) -> dict[str, Any]:
     return given
 
 
-def find_model(given: dict[str, Any], models: Sequence[Served]) -> Served:
+def choose_model(given: dict[str, Any], models: Sequence[Served]) -> Served:
     """The model that is asked for, by default the first that takes such input."""
     is_text, name = "text" in given, given.get("model")
     for served in models:
@@ -101,8 +101,8 @@ def read_file(name: str, text: str) -> bytes:
         content = base64.b64decode(text, validate=True)
     except ValueError:
         raise RefusedError(422, "image", f"{name}: must be a file in base64") from None
-    if not content.startswith(tuple(FORMATS)):
-        raise RefusedError(422, "image", f"{name}: must be a {' or '.join(FORMATS.values())} file")
+    if not content.startswith(tuple(FILE_KINDS)):
+        raise RefusedError(422, "image", f"{name}: must be a {' or '.join(FILE_KINDS.values())} file")
     return content
 
 
@@ -111,7 +111,7 @@ def num_pixels(name: str, content: bytes) -> float:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(content), formats=list(FORMATS.values())) as image:
+            with Image.open(io.BytesIO(content), formats=list(FILE_KINDS.values())) as image:
                 return image.width * image.height
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         return inf

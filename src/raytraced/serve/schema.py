@@ -8,7 +8,7 @@ from raytraced.serve.limits import Limits, RefusedError, shown
 
 Schema = dict[str, Any]
 STOPS = ["sure", "end", "budget", "deadline", "length"]
-KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # the types of JSON: in words, and whether a value is one
+JSON_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # the types of JSON: in words, and whether a value is one
     "string": ("a string", lambda value: type(value) is str),
     "boolean": ("true or false", lambda value: type(value) is bool),
     "array": ("an array", lambda value: type(value) is list),
@@ -21,8 +21,8 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # the types of JSON: in
 def check(value: Any, schema: Schema, name: str = "body") -> None:
     """Refuse what does not fit a schema, saying where and why; knows the words of JSON Schema that are used below."""
     kinds = [schema] if "type" in schema else schema["oneOf"]
-    fitting = [one for one in kinds if KINDS[one["type"]][1](value)]
-    _require(bool(fitting), name, value, " or ".join(KINDS[one["type"]][0] for one in kinds))
+    fitting = [one for one in kinds if JSON_TYPES[one["type"]][1](value)]
+    _require(bool(fitting), name, value, " or ".join(JSON_TYPES[one["type"]][0] for one in kinds))
     schema, kind = fitting[0], fitting[0]["type"]
     if "enum" in schema:
         _require(value in schema["enum"], name, value, f"one of {', '.join(schema['enum'])}", "choice")

@@ -102,7 +102,7 @@ class Data(Generic[S]):
 D = TypeVar("D", bound=Data[Any])
 
 
-class Table(NamedTuple):
+class Tally(NamedTuple):
     """Answers to a whole split, sample by sample: sums over the targets of each."""
 
     columns: dict[str, Tensor]  # (n,) each: "loss", "experts", "targets", the costs, and the task's own
@@ -220,8 +220,8 @@ class Task(ABC, Generic[D]):
         return 1
 
     @abstractmethod
-    def figures(self, data: D, split: str, tables: Sequence[Table]) -> dict[str, Any]:
-        """All figures of a split; of models that answer along the way there is a table for each number of experts, 0, 1, …"""
+    def figures(self, data: D, split: str, tallies: Sequence[Tally]) -> dict[str, Any]:
+        """All figures of a split; of models that answer along the way there is a tally for each number of experts, 0, 1, …"""
 
     def group_rows(self, data: D, result: Any) -> list[dict[str, Any]]:
         """A table of an evaluation's figures by group, a row each; none where there is one group only."""

@@ -7,8 +7,9 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-# Okabe and Ito's colours: told apart by colour-blind eyes too, on white and on dark
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
+from raytraced.colours import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, YELLOW
+
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, GREY)
 
 
 def draw_curves(histories: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raytraced.cost import SampleCost
 from raytraced.models.output import Output
-from raytraced.tasks.task import Batch, Data, Table, Task
+from raytraced.tasks.task import Batch, Data, Tally, Task
 from raytraced.training.world import World
 
 MACS = ("total", "input", "routing", "experts", "head")
@@ -57,11 +57,11 @@ def evaluate(
     for rows, columns in noted:
         columns += columns[-1:] * (longest - len(columns))  # where all sequences had ended, the last answers are kept
         whole[:, :, rows] = torch.stack([torch.stack(list(each.values())) for each in columns])
-    tables = [Table(dict(zip(names, each, strict=True))) for each in world.sum(whole)]
-    if len(tables) > 2 and torch.equal(tables[-1].columns["experts"], tables[-2].columns["experts"]):
-        tables.pop()  # the one by which it was seen that every sequence had ended
-    tables[-1] = tables[-1]._replace(load=world.sum(load))
-    return summarise(task, data, split, tables)
+    tallies = [Tally(dict(zip(names, each, strict=True))) for each in world.sum(whole)]
+    if len(tallies) > 2 and torch.equal(tallies[-1].columns["experts"], tallies[-2].columns["experts"]):
+        tallies.pop()  # the one by which it was seen that every sequence had ended
+    tallies[-1] = tallies[-1]._replace(load=world.sum(load))
+    return summarise(task, data, split, tallies)
 
 
 def note(task: Task, batch: Batch, out: Output, cost: SampleCost | None) -> dict[str, Tensor]:
@@ -84,21 +84,21 @@ def count_load(task: Task, data: Data, batch: Batch, out: Output) -> Tensor:
     return load.index_add(0, task.groups(batch).flatten(), active.flatten(0, -3))
 
 
-def summarise(task: Task, data: Data, split: str, tables: list[Table]) -> dict[str, Any]:
+def summarise(task: Task, data: Data, split: str, tallies: list[Tally]) -> dict[str, Any]:
     """Means over the targets of a split, as a run's summary holds them."""
-    last = tables[-1]
+    last = tallies[-1]
     assert last.load is not None
     num, is_finite_n = float(last.columns["targets"].sum()), last.columns["loss"].isfinite()
     if num_bad := int((~is_finite_n).sum()):
         raise Diverged(f"{num_bad} of {len(is_finite_n)} answers are not finite: the weights diverged, or are damaged")
 
-    def mean(name: str, table: Table = last) -> float:
-        return float(table.columns[name].sum() / num)
+    def mean(name: str, tally: Tally = last) -> float:
+        return float(tally.columns[name].sum() / num)
 
-    def at_budget(table: Table) -> dict[str, float]:
-        figures = task.figures(data, split, [table])
-        rest = {"experts": mean("experts", table), "macs": mean("macs_total", table)}
-        return {task.better: figures[task.better]} | rest | {"expert_macs": mean("macs_experts", table)}
+    def at_budget(tally: Tally) -> dict[str, float]:
+        figures = task.figures(data, split, [tally])
+        rest = {"experts": mean("experts", tally), "macs": mean("macs_total", tally)}
+        return {task.better: figures[task.better]} | rest | {"expert_macs": mean("macs_experts", tally)}
 
     is_full = "parameters" in last.columns
     return {
@@ -109,6 +109,6 @@ def summarise(task: Task, data: Data, split: str, tables: list[Table]) -> dict[s
         "expert_load": (last.load.sum(0) / num).tolist(),
         "used_parameters": mean("parameters") if is_full else None,
         "macs": {name: mean(f"macs_{name}") for name in MACS} if is_full else {},
-        **task.figures(data, split, tables),
-        **({"budgets": [at_budget(table) for table in tables]} if len(tables) > 1 else {}),
+        **task.figures(data, split, tallies),
+        **({"budgets": [at_budget(tally) for tally in tallies]} if len(tallies) > 1 else {}),
     }

@@ -6,7 +6,7 @@ from PIL import Image
 
 from raytraced import RoutingNetwork, build
 from raytraced.tasks.images.loading import load
-from raytraced.tasks.images.sequences import draw_sequences, sent_rates, spread
+from raytraced.tasks.images.sequences import draw_sequences, evenly, sent_rates
 from raytraced.tasks.images.task import ImageTask
 
 
@@ -26,8 +26,8 @@ def test_edges_carry_the_firing_rates_of_the_routing_network():
 def test_images_run_from_few_experts_to_many_and_merit_decides_between_equals():
     values = torch.tensor([5, 1, 1, 9, 3, 3, 7])
     merit = torch.tensor([0, 0, 1, 0, 1, 0, 0])
-    assert spread(values, merit, 5) == [2, 4, 0, 6, 3]
-    assert spread(torch.tensor([2, 2, 2]), torch.tensor([0, 1, 0]), 5) == [1, 0, 2]
+    assert evenly(values, merit, 5) == [2, 4, 0, 6, 3]
+    assert evenly(torch.tensor([2, 2, 2]), torch.tensor([0, 1, 0]), 5) == [1, 0, 2]
 
 
 def test_picture_is_drawn_for_any_grid(tmp_path):

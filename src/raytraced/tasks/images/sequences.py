@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
+from raytraced.colours import BLUE, FAINT, INK, ORANGE
 from raytraced.models.classifier import Classifier
 from raytraced.models.output import Model
 from raytraced.rays import gate_splits
@@ -24,8 +25,8 @@ from raytraced.routing import RoutingNetwork
 from raytraced.stopping import anytime
 from raytraced.tasks.images.dataset import Split
 
-INK, FAINT = "#222222", "#C4C8CE"
-MARKS = {True: ("✓", "#0072B2"), False: ("✗", "#D55E00"), None: ("", "#222222")}  # right, wrong, not known
+EDGE = "#C4C8CE"
+MARKS = {True: ("✓", BLUE), False: ("✗", ORANGE), None: ("", INK)}  # right, wrong, not known
 
 
 class Trace(NamedTuple):
@@ -50,12 +51,12 @@ def draw_sequences(model: Classifier, split: Split, path: Path, num_images: int 
     answer_B, first_B, labels_B = out.logits.argmax(-1), first.logits.argmax(-1), split.labels[:num_searched].cpu()
     # of two images with as many experts, rather one that is answered well in the end, and not so from the start
     merit_B = 2 * (answer_B == labels_B) + (first_B != answer_B)
-    chosen = spread(out.num_experts, merit_B, num_images)
-    traces = [trace(model, images[index], names[int(labels_B[index])], names) for index in chosen]
+    chosen = evenly(out.num_experts, merit_B, num_images)
+    traces = [trace_image(model, images[index], names[int(labels_B[index])], names) for index in chosen]
     draw_traces(traces, path)
 
 
-def spread(values_B: Tensor, merit_B: Tensor, num: int) -> list[int]:
+def evenly(values_B: Tensor, merit_B: Tensor, num: int) -> list[int]:
     """Indices whose values run evenly from the smallest to the largest; among equal values those of the most merit."""
     distinct, ordered = values_B.unique(), values_B.sort().values
     pool = distinct if len(distinct) >= num else ordered
@@ -71,7 +72,9 @@ def has_sequences(model: Model) -> TypeGuard[Classifier]:
     return isinstance(model, Classifier) and isinstance(model.layer, RaytracedExperts)
 
 
-def trace(model: Classifier, image: Tensor, label: str | None, class_names: Sequence[str], title: str = "") -> Trace:
+def trace_image(
+    model: Classifier, image: Tensor, label: str | None, class_names: Sequence[str], title: str = ""
+) -> Trace:
     """Follow one image (C, H, W), in bytes, through the model."""
     assert isinstance(model.layer, RaytracedExperts)
     (route,), router = model(image[None]).routes, model.layer.router
@@ -106,7 +109,7 @@ def draw_traces(traces: list[Trace], path: Path) -> None:
             draw_trace(axes, one, num_layers, num_experts)
         for number, name in enumerate([*(f"layer {layer + 1}" for layer in range(num_layers)), "output node"]):
             place = (-0.75, -1.6 * number + 0.5)
-            panels[0].text(*place, name, fontsize=6.5, color="#6B7280", ha="left", va="center", zorder=5)
+            panels[0].text(*place, name, fontsize=6.5, color=FAINT, ha="left", va="center", zorder=5)
         figure.savefig(path, dpi=130)
 
 
@@ -118,7 +121,7 @@ def draw_trace(axes: Axes, one: Trace, num_layers: int, num_experts: int) -> Non
     side = 1.5  # half the image's side
     extent = (middle - side, middle + side, top, top + 2 * side)
     axes.imshow(one.image, cmap="gray_r", vmin=0, vmax=1, extent=extent, zorder=2)
-    frame = Rectangle((middle - side, top), 2 * side, 2 * side, fill=False, edgecolor=FAINT, linewidth=0.7, zorder=3)
+    frame = Rectangle((middle - side, top), 2 * side, 2 * side, fill=False, edgecolor=EDGE, linewidth=0.7, zorder=3)
     axes.add_patch(frame)
     told = one.title if one.label is None else f"is\n“{one.label}”"
     axes.text(middle + side + 0.35, top + side, told, va="center", ha="left", fontsize=8)
@@ -135,7 +138,7 @@ def draw_trace(axes: Axes, one: Trace, num_layers: int, num_experts: int) -> Non
     for key, (x, y) in place.items():
         number = order.get(key)
         face = "white" if number is None else colours[number - 1]
-        axes.scatter(x, y, s=85, facecolor=face, edgecolor=FAINT if number is None else INK, linewidth=0.7, zorder=3)
+        axes.scatter(x, y, s=85, facecolor=face, edgecolor=EDGE if number is None else INK, linewidth=0.7, zorder=3)
         if number is not None:
             shade = "black" if number > 0.62 * len(order) and len(order) > 1 else "white"
             axes.text(x, y - 0.03, str(number), ha="center", va="center", fontsize=6.5, color=shade, zorder=4)

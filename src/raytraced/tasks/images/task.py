@@ -17,11 +17,11 @@ from raytraced.models.output import Model
 from raytraced.tasks.images.dataset import Dataset, Loader
 from raytraced.tasks.images.loading import load, read_image
 from raytraced.tasks.paths import visible
-from raytraced.tasks.task import Batch, Table, Task
+from raytraced.tasks.task import Batch, Tally, Task
 from raytraced.words import require
 
 NUM_BINS = 15  # of the calibration error
-NUM_SHOWN = 12  # images of each number of experts in the gallery
+NUM_IN_GALLERY = 12  # images of each number of experts in the gallery
 MOST_DRAWN = 8  # images of one's own in a picture
 
 
@@ -87,8 +87,8 @@ class ImageTask(Task[Dataset]):
     def num_groups(self, data: Dataset) -> int:
         return data.num_classes
 
-    def figures(self, data: Dataset, split: str, tables: Sequence[Table]) -> dict[str, Any]:
-        last, labels_n = tables[-1], data.splits[split].labels.to(tables[-1].columns["loss"].device)
+    def figures(self, data: Dataset, split: str, tallies: Sequence[Tally]) -> dict[str, Any]:
+        last, labels_n = tallies[-1], data.splits[split].labels.to(tallies[-1].columns["loss"].device)
         correct_n, experts_n = last.columns["correct"], last.columns["experts"]
         figures: dict[str, Any] = {
             "accuracy": float(correct_n.mean()),
@@ -97,8 +97,8 @@ class ImageTask(Task[Dataset]):
             "experts_per_class": mean_per_class(experts_n, labels_n, data.num_classes),
             "accuracy_by_prefix": None,
         }
-        if len(tables) > 1 and last.load is not None:
-            correct_nK = torch.stack([table.columns["correct"] for table in tables], 1)
+        if len(tallies) > 1 and last.load is not None:
+            correct_nK = torch.stack([tally.columns["correct"] for tally in tallies], 1)
             counts_Y = torch.bincount(labels_n, minlength=data.num_classes).clamp_min(1)
             figures |= {
                 "accuracy_by_prefix": correct_nK.mean(0).tolist(),
@@ -138,12 +138,12 @@ class ImageTask(Task[Dataset]):
             raise ValueError(f"{model.name}: its answers are not finite: the weights diverged, or are damaged")
         probs_BK, answers_BK = out.logits.float().softmax(-1).topk(top)
         if picture is not None:
-            from raytraced.tasks.images.sequences import draw_traces, has_sequences, trace
+            from raytraced.tasks.images.sequences import draw_traces, has_sequences, trace_image
 
             if not has_sequences(model):
                 raise ValueError(f"sequence={picture}: {model.name} has no activation sequence to draw")
             shown = zip(images[:MOST_DRAWN], files, strict=False)
-            draw_traces([trace(model.cpu(), image, None, names, path.name) for image, path in shown], picture)
+            draw_traces([trace_image(model.cpu(), image, None, names, path.name) for image, path in shown], picture)
         if (mean := model.card.spec.get("mean")) and channels == 1:
             tell_inverted(files, images, mean[0])
         rows = []
@@ -214,4 +214,4 @@ def accuracy_by_length(correct_nK: Tensor, length_n: Tensor) -> dict[str, Any]:
 def choose_gallery(length_n: Tensor, correct_n: Tensor) -> dict[str, list[int]]:
     """The first correctly classified images of each number of experts: no picking by looks."""
     found = {length: ((length_n == length) & correct_n).nonzero()[:, 0] for length in sorted(set(length_n.tolist()))}
-    return {str(length): rows[:NUM_SHOWN].tolist() for length, rows in found.items() if len(rows)}
+    return {str(length): rows[:NUM_IN_GALLERY].tolist() for length, rows in found.items() if len(rows)}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from raytraced.models.output import Model
-from raytraced.tasks.task import Batch, Table, Task
+from raytraced.tasks.task import Batch, Tally, Task
 from raytraced.tasks.text.dataset import Dataset, Loader
 from raytraced.tasks.text.loading import load
 from raytraced.words import require
@@ -102,9 +102,9 @@ class TextTask(Task[Dataset]):
     def num_groups(self, data: Dataset) -> int:
         return len(KINDS) if data.lengths is None else 1
 
-    def figures(self, data: Dataset, split: str, tables: Sequence[Table]) -> dict[str, Any]:
+    def figures(self, data: Dataset, split: str, tallies: Sequence[Tally]) -> dict[str, Any]:
         """Bits a byte: of all, by position, by kind of byte and by domain; and the experts that each of these ran."""
-        columns, load = tables[-1].columns, tables[-1].load
+        columns, load = tallies[-1].columns, tallies[-1].load
         positions = stretches(data.context)
         figures: dict[str, Any] = {
             "bits_per_byte": bits(columns, ""),
