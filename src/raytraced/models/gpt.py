@@ -4,7 +4,7 @@ Axes: B batch, T tokens, S tokens that may be looked at, D width, H heads, E = D
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -102,8 +102,7 @@ class GPT(Model):
     what the next one sees, so answers with other budgets are computed anew.
     """
 
-    layer_defaults = {"dim": 96, "hidden": 192, "num_hidden": 1, "weighting": "rates", "sight_rank": 16}  # noqa: RUF012
-    """options of the layer where they differ from those that images have"""
+    layer_defaults: ClassVar = {"dim": 96, "hidden": 192, "num_hidden": 1, "weighting": "rates", "sight_rank": 16}
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from raytraced.models.classifier import InputBlock
 from raytraced.models.output import Judge, LookAt, Model, Output, linear_work
 from raytraced.models.sure import answer_when_sure, uncompiled
 from raytraced.routers.dense import MLPLayers
-from raytraced.sequence import Route
+from raytraced.sequence import Route, Select
 from raytraced.words import check_budget, require
 
 
@@ -57,7 +57,7 @@ class MultiExitClassifier(Model):
         return hidden_BD
 
     def answer(self, encoded: Tensor, call: Call, mask: Tensor | None = None, judge: Judge | None = None) -> Output:
-        check_drawn(call.select)
+        self.check_select(call.select)
         check_budget(call.max_experts)
         if not self.training:
             out: Output = uncompiled(self.stopped)(encoded, call.max_experts, mask)
@@ -74,12 +74,12 @@ class MultiExitClassifier(Model):
 
     def stopped(self, hidden_BD: Tensor, budget: int | None, mask: Tensor | None) -> Output:
         """The first answer of each sample that is as sure as the model asks."""
-        first: Output = answer_when_sure(self.answers(hidden_BD, budget), self.layer.confidence, mask)
+        first: Output = answer_when_sure(self.answers(hidden_BD, budget), self.own_sure, mask)
         return first
 
     def looks(self, inputs: Tensor, look: LookAt = "layer", **options: Any) -> Looks[Output]:
         require(look == "layer", "look", look, "must be layer: there is an answer after each")
-        check_drawn(options.get("select"))
+        self.check_select(options.get("select"))
         return self.answers(self.encode(inputs), options.get("max_experts"))
 
     def answers(self, hidden_BD: Tensor, budget: int | None) -> Looks[Output]:
@@ -102,6 +102,13 @@ class MultiExitClassifier(Model):
             if kept_n is not None:
                 hidden_nD = hidden_nD[kept_n]
 
+    @property
+    def own_sure(self) -> float:
+        return self.layer.confidence
+
+    def check_select(self, select: Select | None) -> None:
+        require(select in (None, "greedy"), "select", repr(select), "must be greedy: nothing is drawn here")
+
     def num_run(self, budget: int | None) -> int:
         """How many layers a budget allows."""
         return self.layer.num_blocks if budget is None else min(self.layer.num_blocks, budget)
@@ -117,8 +124,3 @@ class MultiExitClassifier(Model):
         tried_B = out.num_experts
         routing = Work(tried_B * head.multiply_adds, tried_B * head.parameters)
         return {"input": self.input_block.work(), **self.layer.work(out.routes[0]), "routing": routing, "head": head}
-
-
-def check_drawn(select: str | None) -> None:
-    """Refuse to draw where there is nothing to draw from."""
-    require(select in (None, "greedy"), "select", repr(select), "must be greedy: nothing is drawn here")

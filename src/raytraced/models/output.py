@@ -8,7 +8,7 @@ from importlib import import_module
 from math import prod
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,8 @@ class Model(nn.Module):
 
     card = ModelCard("", {}, {})  # of a model made by hand, that of nobody
     answers_along_the_way = False
+    layer_defaults: ClassVar[dict[str, Any]] = {}
+    """options of its layers where they differ from the layer's own"""
 
     def forward(
         self,
@@ -168,6 +170,14 @@ class Model(nn.Module):
             yield out
             if not any(bool((route.num_active == budget).any()) for route in out.routes):
                 return
+
+    @property
+    def own_sure(self) -> float | None:
+        """Of a model that stops when sure without being asked: how sure."""
+        return None
+
+    def check_select(self, select: Select | None) -> None:
+        """Refuse a way to choose experts that this model does not know."""
 
     def work(self, inputs: Tensor, out: Output) -> dict[str, Work]:
         """What each answer took: "input", "routing", "experts" and "head"."""

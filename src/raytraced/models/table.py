@@ -117,7 +117,6 @@ def complete_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     family, info = find_model(name)
     _, known = _layer(info.layer)
     made = resolve_name(f"raytraced.{info.model or FAMILIES[family]}")
-    by_family = getattr(made, "layer_defaults", {})
     around = [key for key in inspect.signature(made).parameters if family and key != "make_layer"]
     for option, value in given.items():
         if option not in known:
@@ -127,7 +126,7 @@ def complete_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
         if kind is not inspect.Parameter.empty:
             require(fits(value, kind), option, repr(value), f"must be {type_words(kind)}")
     own = {key: each.default for key, each in known.items() if each.default is not each.empty}
-    by_family = {key: value for key, value in by_family.items() if key in known}
+    by_family = {key: value for key, value in made.layer_defaults.items() if key in known}
     return own | info.defaults | by_family | info.recipe | given
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from raytraced.cost import sample_cost
 from raytraced.models.gpt import GPT
-from raytraced.models.multi_exit import MultiExitClassifier, check_drawn
 from raytraced.models.output import LookAt, Output
 from raytraced.serve.models import Served
 from raytraced.words import require
@@ -70,7 +69,7 @@ class Asked:
 
     def stop(self, surest: float, ended: bool, reached: bool, next_end: float) -> str | None:
         """Why this answer is the last, None if it is not; `next_end` is when the next one could be there."""
-        sure = self.served.own_sure if self.sure is None else self.sure
+        sure = self.served.model.own_sure if self.sure is None else self.sure
         if sure is not None and surest >= sure:
             return "sure"
         if ended or reached:
@@ -229,8 +228,7 @@ def path_of(served: Served, out: Output, row: int) -> Answer:
 
 def check_asked(served: Served, given: dict[str, Any]) -> None:
     """Refuse options that a model does not know, as the library does."""
-    if isinstance(served.model, MultiExitClassifier):
-        check_drawn(given.get("select"))
+    served.model.check_select(given.get("select"))
     if served.model.answers_along_the_way:
         return
     rule = f"only for models that answer along the way, {served.name} does not"

@@ -73,12 +73,6 @@ class Served:
         """How many rows one call may take with none of them noticing the others."""
         return FEW_ROWS if rows_are_apart(self.model) else 1
 
-    @cached_property
-    def own_sure(self) -> float | None:
-        """Of a model that stops when sure without being asked: how sure."""
-        found: float | None = getattr(getattr(self.model, "layer", None), "confidence", None)
-        return found
-
     def run(self, inputs: Tensor, max_experts: int | None, **draws: Any) -> Output:
         """The answer, at once."""
         out: Output = self.model(inputs, max_experts=max_experts, **draws)

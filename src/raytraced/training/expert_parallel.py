@@ -48,7 +48,7 @@ def parallelise(model: nn.Module, mesh: DeviceMesh, strategy: Literal["ddp", "fs
 
         for experts in sharded:
             fully_shard(experts, mesh=mesh["data"])
-        fully_shard(model, mesh=mesh._flatten("all"))
+        fully_shard(model, mesh=init_device_mesh(mesh.device_type, (mesh.size(),)))
         return model
 
     model.to(mesh.device_type)  # as FSDP moves what it shards; experts are there already, each process with its own
@@ -64,5 +64,6 @@ def parallelise(model: nn.Module, mesh: DeviceMesh, strategy: Literal["ddp", "fs
     own = [parameter for experts in sharded for parameter in experts.parameters()]
     for parameter in own:
         parameter.register_post_accumulate_grad_hook(reduce)
+    # a private name: DDP has no other for parameters that are reduced elsewhere
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [names[id(each)] for each in own])
     return DistributedDataParallel(model)
