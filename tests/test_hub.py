@@ -191,7 +191,7 @@ def test_a_path_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path, mo
 
     monkeypatch.setattr(hub, "write_file", full)  # the weights fit, what comes after does not
     with pytest.raises(OSError, match="No space left"):
-        classifier().save_pretrained(tmp_path / "out")
+        classifier().save_pretrained(tmp_path / "new" / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

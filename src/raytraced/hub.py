@@ -39,15 +39,15 @@ def save_pretrained(
     size = num_parameters(model)
     figures = {} if run is None else figures_of_run(Path(run), card, size)
     page = write_page(name or folder.resolve().name, card, size, figures)
-    is_new = not folder.exists()
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         save(model, folder / WEIGHTS)
         write_file(folder / CONFIG, json.dumps(config_values(card), indent=2) + "\n")
         write_file(folder / PAGE, page)
     except (OSError, ValueError):
-        if is_new:  # nothing rather than a half
-            shutil.rmtree(folder)
+        if made:  # nothing rather than a half
+            shutil.rmtree(made[-1])
         raise
 
 

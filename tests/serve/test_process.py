@@ -46,6 +46,14 @@ def test_a_signal_finishes_what_is_under_way_and_refuses_the_rest(number, files)
 LENGTH = 300
 
 
+def refuses(address: str) -> bool:
+    """Whether nothing new is begun."""
+    try:
+        return httpx.get(f"{address}/healthz").status_code == 503
+    except httpx.TransportError:
+        return True
+
+
 def tokens_of_one_that_is_told_to_end(process: subprocess.Popen, number: int) -> list[str]:
     address, tokens, begun = address_of(process), [], threading.Event()
 
@@ -63,13 +71,29 @@ def tokens_of_one_that_is_told_to_end(process: subprocess.Popen, number: int) ->
     process.send_signal(number)
     refused = False
     while under_way.is_alive() and not refused:  # until the signal has arrived
-        try:
-            refused = httpx.get(f"{address}/healthz").status_code == 503
-        except httpx.TransportError:
-            refused = True
+        refused = refuses(address)
     assert refused, "the text was over before the signal was seen"
     under_way.join(60)
     return tokens
+
+
+def test_a_second_ctrl_c_ends_it_at_once_in_one_line(files):
+    process = start(str(files / "gpt-mre.safetensors"))
+    try:
+        address = address_of(process)
+        with httpx.stream(
+            "POST", f"{address}/api/generate", json={"text": "Once", "length": 4000}, timeout=60
+        ) as stream:
+            next(stream.iter_bytes())
+            process.send_signal(signal.SIGINT)
+            while not refuses(address):
+                pass  # until the first has arrived
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+        assert process.stderr.read() == "raytraced: ended at once; what was under way is cut off\n"
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_mistakes_are_one_line(capsys, files, tmp_path):

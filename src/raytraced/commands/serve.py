@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 from typing import Any, Literal
 
 from raytraced.commands.training import find_source
@@ -70,12 +71,13 @@ def serve(
 
 
 def run(uvicorn_server: Any, server: Any, listening: socket.socket) -> None:
-    """Serve until a signal; then nothing new is begun, and what is under way is finished."""
+    """Serve until a signal; then nothing new is begun, and what is under way is finished, unless Ctrl-C comes again."""
 
     def end(number: int, frame: Any) -> None:
-        server.traffic.ending = True
-        uvicorn_server.force_exit |= uvicorn_server.should_exit and number == signal.SIGINT
-        uvicorn_server.should_exit = True
+        if server.traffic.ending and number == signal.SIGINT:  # a second Ctrl-C does not wait; nothing is being written
+            print("raytraced: ended at once; what was under way is cut off", file=sys.stderr, flush=True)
+            os._exit(130)
+        server.traffic.ending = uvicorn_server.should_exit = True
 
     uvicorn_server.handle_exit = end  # its own would raise the signal again at the end
     uvicorn_server.run(sockets=[listening])
