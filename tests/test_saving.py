@@ -29,6 +29,22 @@ def saved(tmp_path):
     return tmp_path / "model.safetensors", model
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_a_file_whose_writing_was_broken_off_is_the_old_one_and_nothing_is_left(tmp_path, monkeypatch, error):
+    path = tmp_path / "file"
+    write_file(path, "old")
+
+    def broken(descriptor):
+        raise error
+
+    monkeypatch.setattr("os.fsync", broken)
+    with pytest.raises(type(error)) as raised:
+        write_file(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+    assert not isinstance(error, OSError) or raised.value.filename == str(path)
+
+
 def test_model_comes_back_with_its_card_and_options(saved):
     path, model = saved
     found = raytraced.load(path)

@@ -4,8 +4,6 @@ Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"
 kernel computes the same words. Axes: B batch, K candidates (nodes, then the output node), W = 4 words of a block.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -50,31 +48,40 @@ def exponential(seed: Tensor, rows_B: Tensor, step: int, num_candidates: int) ->
     return -_uniform(words_BJW).flatten(1)[:, :num_candidates].log()
 
 
-def new_seed(generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """One 64-bit seed from a generator (PyTorch's global one where it is None)."""
-    check_generator(generator)
-    source = device if generator is None else generator.device
-    return torch.randint(2**63 - 1, (), generator=generator, device=source).to(device)
+class SameDraws:
+    """A generator's seeds, taken when they are first asked for: every call that is given it draws alike."""
+
+    def __init__(self, source: "DrawsFrom") -> None:
+        check_generator(source)
+        self.source, self.place, self.seeds = source, 0, list[Tensor]()
+
+    def again(self) -> "SameDraws":
+        """The same, from the first seed on."""
+        self.place = 0
+        return self
+
+    def next_seed(self, device: torch.device) -> Tensor:
+        """The seed that a call takes next."""
+        if self.place == len(self.seeds):
+            self.seeds.append(new_seed(self.source, device))
+        self.place += 1
+        return self.seeds[self.place - 1].to(device)
 
 
-def check_generator(generator: torch.Generator | None) -> None:
+DrawsFrom = torch.Generator | SameDraws | None
+"""where draws come from; None is PyTorch's global generator"""
+
+
+def new_seed(source: DrawsFrom, device: torch.device) -> Tensor:
+    """One 64-bit seed."""
+    if isinstance(source, SameDraws):
+        return source.next_seed(device)
+    check_generator(source)
+    place = device if source is None else source.device
+    return torch.randint(2**63 - 1, (), generator=source, device=place).to(device)
+
+
+def check_generator(source: DrawsFrom) -> None:
     """Refuse what draws cannot come from, a bare seed for instance."""
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise ValueError(f"generator={generator!r}: must be a torch.Generator, or None for PyTorch's global one")
-
-
-def fixed_draws(generator: torch.Generator | None) -> Callable[[], torch.Generator]:
-    """A function that gives a generator in the same state at every call: calls that use it draw alike.
-
-    Where there is none, a seed is taken from PyTorch's global one.
-    """
-    if generator is None:
-        generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
-    check_generator(generator)
-    state = generator.get_state()
-
-    def again() -> torch.Generator:
-        generator.set_state(state)
-        return generator
-
-    return again
+    if source is not None and not isinstance(source, torch.Generator | SameDraws):
+        raise ValueError(f"generator={source!r}: must be a torch.Generator, or None for PyTorch's global one")

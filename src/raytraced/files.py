@@ -16,10 +16,11 @@ def write_file(path: Path, content: bytes | str) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)
-    except OSError as error:
+    except BaseException as error:  # Ctrl-C too
         temporary.unlink(missing_ok=True)
-        # a failed write() carries no file name: tell which one it was
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        if isinstance(error, OSError):  # a failed write() carries no file name: tell which one it was
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
     flush_folder(path.parent)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raytraced import operations
-from raytraced.draws import check_generator, new_seed, uniform
+from raytraced.draws import DrawsFrom, check_generator, new_seed, uniform
 from raytraced.grid import Experts, Stream, make_grid, run_stream
 from raytraced.routing import Rates
 from raytraced.sequence import Route, Select
@@ -59,7 +59,7 @@ class Call(NamedTuple):
 
     select: Select | None = None
     max_experts: int | None = None
-    generator: torch.Generator | None = None
+    generator: DrawsFrom = None
     rows: Tensor | None = None  # (B,), None for 0 … B − 1
     looks: bool = False
 
@@ -184,7 +184,7 @@ class RoutedLayer(nn.Module):
         *,
         select: Select | None = None,
         max_experts: int | None = None,
-        generator: torch.Generator | None = None,
+        generator: DrawsFrom = None,
         rows: Tensor | None = None,
         mask: Tensor | None = None,
         looks: bool = False,

@@ -243,3 +243,24 @@ def test_what_belongs_to_training_or_to_nobody_is_refused_beside_sure():
 def test_a_model_without_answers_on_the_way_says_so_at_once():
     with pytest.raises(ValueError, match="has one answer only"):
         make("top-k").prefixes(images())
+
+
+@pytest.mark.parametrize("name", ["mre", "gpt-mre", "multi-exit"])
+def test_answers_along_the_way_take_nothing_from_the_global_generator_unless_something_is_drawn(name):
+    """Who looks at a model in the middle of a training of his own must not change what comes after."""
+    torch.manual_seed(0)
+    is_text = name.startswith("gpt")
+    spec = {"context": 8} if is_text else {"image_shape": (1, 8, 8), "num_classes": 3}
+    model = raytraced.build(name, **spec).eval()
+    inputs = torch.randint(256, (5, 8)) if is_text else torch.randint(256, (5, 1, 8, 8), dtype=torch.uint8)
+    before = torch.get_rng_state()
+    answers = [step.logits for step in raytraced.anytime(model, inputs)]
+    found = model(inputs, budgets=(0, 1, 2)).answers
+    assert all(torch.equal(out.logits, answers[number]) for number, out in enumerate(found))
+    assert torch.equal(torch.get_rng_state(), before)
+    if name == "mre":
+        sampled = [step.logits for step in raytraced.anytime(model, inputs, select="sample")]
+        assert not torch.equal(torch.get_rng_state(), before)
+        torch.set_rng_state(before)
+        # one number for all prefixes of a sequence, the same that one call takes
+        assert torch.equal(model(inputs, select="sample").logits, sampled[-1])

@@ -11,7 +11,7 @@ from typing import Any
 # what the extras of the package bring
 EXTRAS = (
     "matplotlib", "tensorboard", "scikit-learn", "tokenizers", "starlette", "uvicorn", "triton", "huggingface_hub",
-    "transformers", "accelerate", "onnx", "onnxscript", "onnxruntime",
+    "transformers", "accelerate", "onnx", "onnx-ir", "onnxscript", "onnxruntime",
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from raytraced.draws import check_generator, fixed_draws
+from raytraced.draws import DrawsFrom, SameDraws, check_generator
 from raytraced.layer import Call, LayerOutput, Looks, RoutedLayer, Work, flat, flat_mask
 from raytraced.models.card import ModelCard
 from raytraced.models.sure import Sure, answer_when_sure, check_sure, uncompiled
@@ -65,7 +65,7 @@ class Model(nn.Module):
         budgets: tuple[int, ...] = (),
         looks: bool = False,
         judge: Judge | None = None,
-        generator: torch.Generator | None = None,
+        generator: DrawsFrom = None,
         rows: Tensor | None = None,
         mask: Tensor | None = None,
         sure: Sure | Literal["calibrated"] | None = None,
@@ -92,9 +92,9 @@ class Model(nn.Module):
         encoded = self.encode(inputs)
         if not budgets:
             return self.answer(encoded, call, mask, judge, **own)
-        draws = fixed_draws(generator)
-        answer = self.answer(encoded, call._replace(generator=draws()), mask, judge, **own)
-        early = (Call(select, budget, draws(), rows) for budget in budgets)
+        draws = SameDraws(generator)
+        answer = self.answer(encoded, call._replace(generator=draws), mask, judge, **own)
+        early = (Call(select, budget, draws.again(), rows) for budget in budgets)
         return answer._replace(answers=tuple(self.answer(encoded, each, mask) for each in early))
 
     def encode(self, inputs: Tensor) -> Tensor:
@@ -159,14 +159,12 @@ class Model(nn.Module):
         """The answers with at most 0, 1, 2, … experts a routed layer, until every sample's sequence has ended."""
         if not self.answers_along_the_way:
             raise ValueError(f"{self.name}: has one answer only; prefixes are for models that answer along the way")
-        return self._prefixes(inputs, most, fixed_draws(generator), mask=mask, **options)
+        return self._prefixes(inputs, most, SameDraws(generator), mask=mask, **options)
 
-    def _prefixes(
-        self, inputs: Tensor, most: int | None, draws: Callable[[], torch.Generator], **options: Any
-    ) -> Iterator[Output]:
+    def _prefixes(self, inputs: Tensor, most: int | None, draws: SameDraws, **options: Any) -> Iterator[Output]:
         num_nodes = max(layer.experts.num_layers * layer.experts.num_experts for layer in self.routed_layers())
         for budget in range(1 + (num_nodes if most is None else min(most, num_nodes))):
-            out = self(inputs, max_experts=budget, generator=draws(), **options)
+            out = self(inputs, max_experts=budget, generator=draws.again(), **options)
             yield out
             if not any(bool((route.num_active == budget).any()) for route in out.routes):
                 return

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raytraced import operations
-from raytraced.draws import fixed_draws
+from raytraced.draws import SameDraws
 from raytraced.grid import MLPExperts
 from raytraced.layer import Call, LayerOutput, Look, Looks
 from raytraced.routers.raytraced import RaytracedExperts
@@ -37,11 +37,11 @@ def expert_looks(
     """The vectors after no expert, after the first, the second, …, of rows that go on; nothing runs for the others."""
     num_nodes = layer.router.routing.num_nodes
     limit = num_nodes if most is None else min(most, num_nodes)
-    draws = fixed_draws(call.generator)  # the same for every budget: each prefix is a prefix of the same sequence
+    draws = SameDraws(call.generator)  # the same for every budget: each prefix is a prefix of the same sequence
     rows_n = torch.arange(len(hidden_BD), device=hidden_BD.device) if call.rows is None else call.rows
 
     def with_budget(budget: int, rows_n: Tensor) -> Call:
-        return call._replace(max_experts=budget, generator=draws(), rows=rows_n)
+        return call._replace(max_experts=budget, generator=draws.again(), rows=rows_n)
 
     outputs = _again if again or not _can_extend(layer, hidden_BD) else _extended
     return outputs(layer, hidden_BD, rows_n, limit, with_budget)

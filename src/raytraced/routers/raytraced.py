@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raytraced import operations
-from raytraced.draws import new_seed
+from raytraced.draws import DrawsFrom, new_seed
 from raytraced.grid import Stream, make_grid, run_dense
 from raytraced.layer import Call, Choice, LayerOutput, RoutedLayer, Router, Work, flat, looked
 from raytraced.routing import GateInit, RoutingNetwork, entry_rates, sight_logits
@@ -31,7 +31,7 @@ def activation_sequence(
     estimator: Estimator = "none",
     temperature: float = 20.0,
     max_experts: int | None = None,
-    generator: torch.Generator | None = None,
+    generator: DrawsFrom = None,
     rows: Tensor | None = None,
     sight: Tensor | None = None,
 ) -> Route:
