@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from raytraced.operations.triton_kernels import pick, race_noise, words_of
+from raytraced.operations.triton_choice import pick, race_noise, words_of
 
 
 @triton.jit
