@@ -88,7 +88,7 @@ def draw_part(part: str, results: Results, names: list[str], data_root: str | No
     columns = {
         "fig3": (epochs_figure, [data for data in known if known[data] or results.labels(data, "equal-lr")]),
         "fig6": (validation_figure, [data for data in known if known[data] & {*NAMES}]),
-        "sure": (sure_figure, [data for data in FULL.data if len(sure_labels(results, data)) > 1]),
+        "sure": (sure_figure, [data for data in FULL.data if len(results.stopped(data)) > 1]),
     }
     if part in columns and columns[part][1]:
         draw, shown = columns[part]
@@ -289,16 +289,11 @@ def setting_of(record: Record) -> str:
     return "" if setting is None else f"{setting:g}"
 
 
-def sure_labels(results: Results, data: str) -> list[str]:
-    """Who was stopped when sure on a data set."""
-    return [label for label in results.labels(data) if any(one.sure for one in results.of(data, label))]
-
-
 def sure_figure(results: Results, shown: list[str]) -> Figure:
     """Everyone along the points of accuracy that may be lost, thresholds from validation; below, whom the experts went to."""
 
     def draw(data: str, above: Axes, below: Axes) -> None:
-        labels = sure_labels(results, data)
+        labels = results.stopped(data)
         fixed = min(results.point(data, label).fixed_macs for label in labels)
         finals = {}
         for label in labels:

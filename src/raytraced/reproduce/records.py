@@ -175,6 +175,11 @@ class Results:
         apart = ("-sure", "-paper")
         return [label for label in self.labels(data) if label == "mre-paper" or not label.endswith(apart)]
 
+    def stopped(self, data: str) -> list[str]:
+        """Those who are stopped when sure: ours, and rivals of its width that were trained for it."""
+        known = {label: self.of(data, label)[0] for label in self.labels(data)}
+        return [label for label, one in known.items() if one.sure and (one.family == "mre" or label.endswith("-sure"))]
+
     def data(self, group: str = "main", wide: bool = True) -> list[str]:
         """The data sets of a group, those with wide models too or not."""
         found = {one.data for one in self.whole if one.group == group}

@@ -180,17 +180,16 @@ def frontier_table(results: Results, data: str) -> Table:
 def sure_table(results: Results, data: str) -> Table:
     """Everyone who learnt to answer early, stopped where the answer is sure; the cheapest first."""
     rows: list[tuple[float, list[str]]] = []
-    for label in results.labels(data):
-        records = [one for one in results.of(data, label) if one.sure]
-        if records:
-            points = [next(row for row in one.sure["points"] if row["within"] == SHOWN_WITHIN) for one in records]
-            whole = spread(100 * one.sure["looks"][-1]["accuracy"] for one in records)
-            accuracy = spread(100 * row["accuracy"] for row in points)
-            experts, macs = (spread(row[name] for row in points).mean for name in ("experts", "macs"))
-            gain = spread(100 * gain_over_fixed(one.sure, SHOWN_WITHIN) for one in records)
-            told = f"{gain.mean:+.2f} ± {gain.std / math.sqrt(gain.num):.2f}"
-            cells = [f"{one.mean:.2f} ± {one.std:.2f}" for one in (whole, accuracy)]
-            rows.append((macs, [label, *cells, f"{experts:.2f}", f"{macs:,.0f}", told]))
+    for label in results.stopped(data):
+        records = results.of(data, label)
+        points = [next(row for row in one.sure["points"] if row["within"] == SHOWN_WITHIN) for one in records]
+        whole = spread(100 * one.sure["looks"][-1]["accuracy"] for one in records)
+        accuracy = spread(100 * row["accuracy"] for row in points)
+        experts, macs = (spread(row[name] for row in points).mean for name in ("experts", "macs"))
+        gain = spread(100 * gain_over_fixed(one.sure, SHOWN_WITHIN) for one in records)
+        told = f"{gain.mean:+.2f} ± {gain.std / math.sqrt(gain.num):.2f}"
+        cells = [f"{one.mean:.2f} ± {one.std:.2f}" for one in (whole, accuracy)]
+        rows.append((macs, [label, *cells, f"{experts:.2f}", f"{macs:,.0f}", told]))
     note = (
         f"Test images; thresholds from validation images: the cheapest that loses at most {SHOWN_WITHIN} points there. Looks "
         "after each layer or block, all counted. Last: against everyone's stopping at one depth, at the same multiply-adds, "
