@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from raytraced.models.output import Model
 
 GRID = {"dim": 16, "num_layers": 4, "num_experts": 8}
-# What the paper's text says, and where it is open, the reading that comes nearest to its own tables: docs/paper.md. Our
-# recipe are the defaults of RaytracedExperts.
+# What the paper's text says, and where it is open, the reading that comes nearest to its own tables: docs/paper.md.
+# The defaults of RaytracedExperts are our recipe.
 PAPER = {"stream": "residual", "weighting": "unit", "mask_gradient": "all", "estimator": "gumbel", "temperature": 20.0,
          "train_select": "sample", "gate_init": "uniform", "reach": 0.0, "sight_rank": 0}  # fmt: skip
 
