@@ -35,7 +35,7 @@ def test_the_readme_is_short_and_narrow():
 
 # What files of one kind have in common by design: they are asked for by these names.
 PROTOCOLS = {
-    "operations/": {"forward", "backward", "call", "cannot", "unless", "run", "make_args", "_empty", "_forward", "_backward", "_run", "_whole"},
+    "operations/": {"forward", "backward", "call", "cannot", "unless", "run", "make_args", "_empty", "_forward", "_backward", "_run"},
     "tasks/": {"CATALOG", "Dataset", "Split", "Loader", "build_dataset", "load", "takes_path"},
 }  # fmt: skip
 # A command is called as what it does; a workload as what it times.

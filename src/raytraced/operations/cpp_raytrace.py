@@ -145,7 +145,7 @@ class Told(NamedTuple):
 
 _told: WeakKeyDictionary[Experts, Told] = WeakKeyDictionary()
 # to make others of: a dtype that is named takes longer
-_whole, _byte = (torch.empty(0, dtype=dtype, device="cpu") for dtype in (torch.int64, torch.uint8))
+INT64, UINT8 = (torch.empty(0, dtype=dtype, device="cpu") for dtype in (torch.int64, torch.uint8))
 
 
 def tell(layer: Traced, hidden_BD: Tensor, options: dict[str, Any]) -> Told | None:
@@ -221,18 +221,18 @@ def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyp
     """The experts' answer and the route; kept besides: what passes from one part to the next."""
     (told, looks), hidden_BD = spec, tensors[0]
     (B, D), (L, N, T), real = hidden_BD.shape, told.sizes, hidden_BD.new_empty
-    route = cpp_sequence.empty_route(B, L, N, T, real, _whole.new_empty)
+    route = cpp_sequence.empty_route(B, L, N, T, real, INT64.new_empty)
     answer, few = real(L + 1, B, D) if looks else real(B, D), not keep and 1 <= B <= _MOST_ROWS
     call = _make_call(told, data, hidden_BD, route, answer, few)
     if few:
         library.run(_once, "raytraced experts", told.args, call)
         return [answer, *route]
-    memory = _byte.new_empty(_bytes(told.args, call))
+    memory = UINT8.new_empty(_bytes(told.args, call))
     call.memory = memory.data_ptr()
     num_bytes = _route(told.args, call)
     if num_bytes < 0:
         raise MemoryError("raytraced experts: no memory for the library's scratch")
-    pairs = _byte.new_empty(num_bytes)
+    pairs = UINT8.new_empty(num_bytes)
     call.pairs = pairs.data_ptr()
     library.run(_run, "raytraced experts", told.args, call)
     return [answer, *route, *route[:3], answer, memory, pairs] if keep else [answer, *route]

@@ -15,7 +15,7 @@ from torch.nn.modules import module
 from raytraced.operations import cpp_library as library
 from raytraced.operations import cpp_raytrace
 from raytraced.operations.cpp_library import Float, Int, Pointer, fields
-from raytraced.operations.cpp_raytrace import Traced
+from raytraced.operations.cpp_raytrace import INT64, Traced
 from raytraced.sequence import Route
 
 Answered = tuple[Tensor, Route, Tensor]
@@ -33,7 +33,6 @@ class SureCall(ctypes.Structure):
     ]
 
 
-_whole = torch.empty(0, dtype=torch.int64, device="cpu")  # to make others of: a dtype that is named takes longer
 _until_sure = library.bind("raytraced_until_sure", ctypes.POINTER(cpp_raytrace.RaytraceArgs), ctypes.POINTER(SureCall))
 
 
@@ -94,7 +93,7 @@ def run(
     B, L, N = len(hidden_BD), layer.routing.num_layers, layer.routing.num_experts
     Y, S, real = len(bias_Y), options["num_steps"], hidden_BD.new_empty
     logits_BY, active_BLN = real(B, Y), real(B, L, N)
-    nodes_BS, num_active_B, looks_B = _whole.new_empty(B, S), _whole.new_empty(B), _whole.new_empty(B)
+    nodes_BS, num_active_B, looks_B = INT64.new_empty(B, S), INT64.new_empty(B), INT64.new_empty(B)
     mask = None if mask_B is None else mask_B.data_ptr()
     thresholds = [*sure, *[sure[-1]] * L][: L + 1]
     given = (one.data_ptr() for one in (hidden_BD, weight_YD, bias_Y))
