@@ -1,7 +1,7 @@
-"""Prints tables of docs/gpu.md: what the sequence's kernels move and compute for a sample, and the least time that takes.
+"""Print tables of docs/lab/gpu.md: operations and memory traffic of the sequence kernels per sample, least times.
 
-On paper: fresh gates find sequences on the CPU, then the kernels' loops are counted, block by block. Axes: B batch, T steps,
-L layers, N experts a layer, P the next power of two, R rows of a block.
+Untrained gates find sequences on the CPU, then the kernels' loops are counted, block by block. Axes: B batch, T steps,
+L layers, N experts per layer, P the next power of two, R rows of a block.
 """
 
 from typing import NamedTuple
@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 
 from raytraced import activation_sequence
-from raytraced.operations.triton_sequence import launch
+from raytraced.kernels.triton_sequence import launch
 from raytraced.routing import RoutingNetwork
 
 GRIDS, BATCH = ((4, 8), (8, 16), (8, 32), (8, 64)), 128
-# How sequences are found: whether drawn, with reinmax, or greedily, without draws' gradients, by gates that see the input.
-WAYS = {"Greedy, without draws' gradients, gates that see the input": False, "Drawn, with reinmax": True}
+# How sequences are found, and whether they are drawn.
+WAYS = {"Greedy, without gradients of draws, input-conditioned gates": False, "Drawn, with reinmax": True}
 # Single-precision operations and bytes of memory a second, from NVIDIA's data sheets (SXM, 80 GB).
 GPUS = {"A100": (19.5e12, 2.0e12), "H100": (67e12, 3.35e12)}
 
@@ -22,7 +22,7 @@ GPUS = {"A100": (19.5e12, 2.0e12), "H100": (67e12, 3.35e12)}
 class Counted(NamedTuple):
     """For one sample: floating-point operations, bytes of device memory, bytes that caches serve."""
 
-    operations: float
+    kernels: float
     memory: float
     cache: float
 
@@ -57,14 +57,14 @@ def count(L: int, N: int, drawn: bool) -> tuple[float, dict[str, Counted]]:
                     flops[name] += splits * 6 * tile + gates * 7 * tile
                     cache[name] += splits * 3 * 4 * tile + gates * 3 * 4 * N * (N + 1)
                 if not drawn:  # added to the logits; backward, its gradient is read and written
-                    sight = splits * R * N * (N + 1)
-                    flops[name] += sight * (1 if name == "forward" else 2)
-                    cache[name] += 4 * sight if step < last else 0
-                    seen[name] += 4 * sight * (1 if name == "forward" else 3) if step == last else 0
+                    input_logits = splits * R * N * (N + 1)
+                    flops[name] += input_logits * (1 if name == "forward" else 2)
+                    cache[name] += 4 * input_logits if step < last else 0
+                    seen[name] += 4 * input_logits * (1 if name == "forward" else 3) if step == last else 0
     once = 4 * N + 2 * 4 * L * N + 4 + 8  # entry, two of (L, N), the output's rate, the count
     memory = {"forward": once + 2 * 8 * T, "backward": once + 4 * N + 8 * float(route.num_active.float().mean())}
     if not drawn:
-        memory["backward"] += 4 * (L - 1) * N * (N + 1)  # zeros, where nobody's gate was used
+        memory["backward"] += 4 * (L - 1) * N * (N + 1)  # zeros for gates that were not used
     memory = {name: each + seen[name] / BATCH for name, each in memory.items()}
     found = {name: Counted(flops[name] / BATCH, memory[name], cache[name] / BATCH) for name in flops}
     return float(route.num_active.float().mean()), found
@@ -81,9 +81,9 @@ def lines() -> list[str]:
         for L, N in GRIDS:
             nodes, passes = count(L, N, drawn)
             for name, one in passes.items():
-                least = (1e9 * max(one.operations / speed, one.memory / width) for speed, width in GPUS.values())
+                least = (1e9 * max(one.kernels / speed, one.memory / width) for speed, width in GPUS.values())
                 times = "".join(f" {_short(time)} |" for time in least)
-                amounts = f"{_short(one.operations)} | {_short(one.memory)} | {_short(one.cache)}"
+                amounts = f"{_short(one.kernels)} | {_short(one.memory)} | {_short(one.cache)}"
                 found.append(f"| {L}×{N} | {nodes:.0f} | {name} | {amounts} |{times}")
         found.append("")
     return found[:-1]

@@ -1,4 +1,4 @@
-"""The pictures of docs/how.md, drawn by the library itself; run me to draw them.
+"""Draw the figures of docs/paper/how.md: `python docs/how.py`.
 
 Axes: B images, K places where a ray can end (the nodes, then the output node), Y classes.
 """
@@ -47,17 +47,17 @@ def draw_rays(path: Path) -> None:
 
 @torch.no_grad()
 def draw_answers(path: Path) -> None:
-    """Two test digits, the surest at once and the one whose answer changes most often: what is said after every expert."""
+    """Class probabilities after every expert, for the digit with the highest initial confidence and the most changeable one."""
     model, test = rt.load("mre-digits"), load("digits").test
     images = test.images
     steps = list(rt.anytime(model, images))
     probs_BKY = torch.stack([step.logits.softmax(-1) for step in steps], 1)
     lengths_B = steps[-1].num_active
     changes_B = (probs_BKY.argmax(-1).diff(dim=1) != 0).sum(1)
-    surest, wavering = int(probs_BKY[:, 0].amax(-1).argmax()), int(changes_B.argmax())
+    highest, wavering = int(probs_BKY[:, 0].amax(-1).argmax()), int(changes_B.argmax())
     figure = Figure(figsize=(10, 4.6), facecolor="white", layout="constrained")
     rows = figure.subplots(2, 2, width_ratios=(1, 5))
-    for (left, right), each in zip(rows, (surest, wavering), strict=True):
+    for (left, right), each in zip(rows, (highest, wavering), strict=True):
         left.imshow(images[each, 0], cmap="gray_r")
         left.set_title(f"labelled {int(test.labels[each])}", fontsize=10, loc="left", color=INK)
         left.axis("off")

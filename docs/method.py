@@ -1,6 +1,6 @@
-"""The method in one figure: a real routing network, three moments of one activation sequence; run me to draw it.
+"""Draw the figure of the method, three moments of one activation sequence: `python docs/method.py`.
 
-Axes: N experts a layer, L layers, O = N + 1 outlets of a gate.
+Axes: N experts per layer, L layers, O = N + 1 outlets of a gate.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from raytraced.rays import gate_splits
 from raytraced.routers.raytraced import activation_sequence
 from raytraced.routing import RoutingNetwork
 
-# Okabe and Ito's palette: told apart by the colour-blind.
+# Okabe and Ito's palette, which colour-blind readers can distinguish.
 RAY, ACTIVE, CANDIDATE, IDLE, INK = "#E69F00", "#0072B2", "#009E73", "#B8B8B8", "#222222"
 
 

@@ -1,7 +1,7 @@
-"""Prints the table of docs/scale.md: a simulation of a training step with experts on many devices. It is no measurement.
+"""Print the table of docs/lab/scale.md: a simulation, not a measurement, of a training step with experts on many devices.
 
-How many experts a row runs in each layer is measured: a trained model on images that it was not trained on. All else is
-assumed, in `Machine` and `Work`.
+The number of experts per row and layer is measured, with a trained model on test images. Everything else is assumed, in
+`Machine` and `Cost`.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ DEVICES, ROWS = (8, 16, 32, 64, 128, 256), (16, 256, 8192)
 
 
 class Machine(NamedTuple):
-    """What is assumed of devices and of the network between them, in seconds, bytes and operations a second."""
+    """Assumptions about devices and the network between them, in seconds, bytes and operations per second."""
 
     product_speed: float = 400e12  # of matrix products in bfloat16, as reached, not as printed
     host_devices: int = 8
@@ -23,7 +23,7 @@ class Machine(NamedTuple):
     network_bandwidth: float = 50e9  # to other hosts
     start: float = 15e-6  # of any exchange, and for each further host
     start_host: float = 2e-6
-    look: float = 20e-6  # the host waits for the device, reads counts, and queues anew
+    read_counts: float = 20e-6  # the host waits for the device, reads counts, and queues again
 
     def exchange(self, num_bytes: float, num_devices: int) -> float:
         """Every device sends that many bytes in all, evenly to all devices."""
@@ -34,8 +34,8 @@ class Machine(NamedTuple):
         return self.start + self.start_host * (hosts - 1) + sending
 
 
-class Work(NamedTuple):
-    """What is assumed of the model: experts D → 4D → D in bfloat16, loads that are even."""
+class Cost(NamedTuple):
+    """Assumptions about the model: experts D → 4D → D in bfloat16, equal loads."""
 
     dim: int = 4096
     sequence: float = 50e-6  # finding all sequences, forward and backward; the kernels were never timed
@@ -52,32 +52,32 @@ def pairs_by_layer() -> list[float]:
     return routes[0].active.sum(-1).mean(0).tolist()
 
 
-def in_turn(pairs_L: list[float], rows: int, devices: int, machine: Machine, work: Work, num: int) -> float:
+def in_turn(pairs_L: list[float], rows: int, devices: int, machine: Machine, cost: Cost, num: int) -> float:
     """Layer by layer, rows as a whole or in two halves, of which one travels while the other computes.
 
-    Each layer's router is asked when its input is there: an exchange of counts, and a look at them.
+    Each layer's router runs when its input is there: an exchange of counts, which the host then reads.
     """
     time = 0.0
     for pairs in pairs_L:
-        way = machine.exchange(rows * pairs / num * 2 * work.dim, devices)
-        run = work.compute(rows * pairs / num, machine)
-        time += machine.exchange(0, devices) + machine.look
+        way = machine.exchange(rows * pairs / num * 2 * cost.dim, devices)
+        run = cost.compute(rows * pairs / num, machine)
+        time += machine.exchange(0, devices) + machine.read_counts
         for times in (1, 2):  # forward, backward
             time += 2 * way + (times * run if num == 1 else 2 * max(times * run, way))
     return time
 
 
 def in_thirds(
-    pairs_L: list[float], rows: int, devices: int, machine: Machine, work: Work, *, times: int, looks: bool
+    pairs_L: list[float], rows: int, devices: int, machine: Machine, cost: Cost, *, times: int, recount: bool
 ) -> float:
-    """One pass as `raytraced.operations.sharded_experts` makes it: thirds of the rows in turn, from layer to layer.
+    """One pass as `raytraced.kernels.sharded_experts` makes it: thirds of the rows in turn, from layer to layer.
 
-    Products and exchanges each keep their order. `looks`: counts are exchanged and looked at for each third of each layer,
-    and until that is done no further product is begun.
+    Products and exchanges each keep their order. With `recount`, counts are exchanged and read for each third of
+    each layer, and no further product starts before that is done.
     """
     thirds = range(3)
-    way_L = [machine.exchange(rows * pairs / 3 * 2 * work.dim, devices) for pairs in pairs_L]
-    run_L = [times * work.compute(rows * pairs / 3, machine) for pairs in pairs_L]
+    way_L = [machine.exchange(rows * pairs / 3 * 2 * cost.dim, devices) for pairs in pairs_L]
+    run_L = [times * cost.compute(rows * pairs / 3, machine) for pairs in pairs_L]
     computed = sent = 0.0  # when the last product, the last exchange so far ends
     arrives = [0.0] * 3
 
@@ -86,9 +86,9 @@ def in_thirds(
 
     def leave(layer: int, third: int) -> None:
         nonlocal computed, sent
-        if looks:
+        if recount:
             sent = send(machine.exchange(0, devices))
-            computed = sent + machine.look
+            computed = sent + machine.read_counts
         arrives[third] = sent = send(way_L[layer])
 
     for third in thirds:
@@ -105,21 +105,23 @@ def in_thirds(
     return max(computed, sent)
 
 
-def both_passes(pairs_L: list[float], *args: Any, looks: bool) -> float:
+def both_passes(pairs_L: list[float], *args: Any, recount: bool) -> float:
     """Forward, then backward from the last layer, with twice the products and all counts known."""
-    return in_thirds(pairs_L, *args, times=1, looks=looks) + in_thirds(pairs_L[::-1], *args, times=2, looks=False)
+    return in_thirds(pairs_L, *args, times=1, recount=recount) + in_thirds(pairs_L[::-1], *args, times=2, recount=False)
 
 
 def planned(pairs_L: list[float], *args: Any) -> float:
     """The whole path first, then one exchange of counts for all layers."""
-    _, devices, machine, work = args
-    return work.sequence + machine.exchange(0, devices) + machine.look + both_passes(pairs_L, *args, looks=False)
+    _, devices, machine, cost = args
+    return (
+        cost.sequence + machine.exchange(0, devices) + machine.read_counts + both_passes(pairs_L, *args, recount=False)
+    )
 
 
 def seconds(pairs_L: list[float], rows: int, devices: int) -> tuple[float, ...]:
     """Seconds of a step: layer by layer, the same in halves, the same in thirds, planned."""
-    args = (pairs_L, rows, devices, Machine(), Work())
-    return in_turn(*args, 1), in_turn(*args, 2), both_passes(*args, looks=True), planned(*args)
+    args = (pairs_L, rows, devices, Machine(), Cost())
+    return in_turn(*args, 1), in_turn(*args, 2), both_passes(*args, recount=True), planned(*args)
 
 
 def lines() -> list[str]:

@@ -1,4 +1,4 @@
-"""Make the README's animation from the page: `make screenshots`. Whatever it shows is what a browser showed."""
+"""Record the README's animation of the page in a browser: `make screenshots`."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ FOUR = [[(0.42, 0.12), (0.33, 0.34), (0.28, 0.55), (0.52, 0.55), (0.78, 0.55)], 
 
 
 def film(page: Page) -> list[tuple[Image.Image, int]]:
-    """Draw a four, follow it expert by expert, then let a hard test image stop when it is sure: frames, milliseconds."""
+    """Draw a four, step through its experts, then let a hard test image exit early: frames and their milliseconds."""
     frames: list[tuple[Image.Image, int]] = []
 
     def take(milliseconds: int) -> None:
@@ -43,14 +43,14 @@ def film(page: Page) -> list[tuple[Image.Image, int]]:
         page.mouse.up()
     page.locator("#step").fill("0")
     take(900)
-    while page.locator("#forth").is_enabled():
-        page.click("#forth")
+    while page.locator("#forward").is_enabled():
+        page.click("#forward")
         take(400)
     take(1500)
     page.locator("#gallery .thumb:not(.wrong)").last.click()
     take(1500)
-    for sure in (90, 75, 60):
-        page.locator("#sure").fill(str(sure))
+    for confidence in (90, 75, 60):
+        page.locator("#confidence").fill(str(confidence))
         take(900)
     take(2000)
     return frames
@@ -59,7 +59,7 @@ def film(page: Page) -> list[tuple[Image.Image, int]]:
 def main() -> None:
     chromium = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if chromium is None:
-        raise SystemExit("no Chromium is installed: apt-get install chromium, or name its file with CHROMIUM=…")
+        raise SystemExit("Chromium is not installed: apt-get install chromium, or set CHROMIUM to its path")
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         html = Path(folder) / "page.html"
         html.write_text(make_page([("mre-digits", rt.load("mre-digits"))]), encoding="utf-8")

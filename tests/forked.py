@@ -16,7 +16,7 @@ IMPORTED = (
     "torch._dynamo",  # by the first optimizer
     "torch.utils.tensorboard",
     "torch.distributed.fsdp",
-    "raytraced.commands.training",
+    "raytraced.cli.training",
     "raytraced.tasks.images.sequences",
     "raytraced.training.curves",
     "raytraced.training.expert_parallel",
@@ -58,10 +58,10 @@ class Forked:
         late = threading.Timer(timeout, self.kill)
         late.start()
         with self.stdout:
-            told = self.stdout.read()
+            printed = self.stdout.read()
         self.wait()
         late.cancel()
-        return told, None
+        return printed, None
 
     def send_signal(self, number):
         if self.poll() is None:
@@ -97,7 +97,7 @@ def begin(folder, environment, output, server, target, args):
 
 def command(*words):
     """`raytraced WORDS`, in such a process."""
-    from raytraced.cli import main
+    from raytraced.cli.main import main
 
     return main([str(word) for word in words])
 
@@ -124,7 +124,7 @@ def run(target, *args, env=None, timeout=120):
 
 
 def run_together(size, target, *args, timeout=240):
-    """What torchrun does on one host: processes that are told where they meet; all must succeed."""
+    """What torchrun does on one host: processes that get a common address; all must succeed."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     place |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
@@ -133,8 +133,8 @@ def run_together(size, target, *args, timeout=240):
         for rank in range(size)
     ]
     try:
-        told = [process.communicate(timeout)[0] for process in processes]
+        printed = [process.communicate(timeout)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * size, "\n".join(told)
+    assert [process.returncode for process in processes] == [0] * size, "\n".join(printed)

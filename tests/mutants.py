@@ -1,6 +1,6 @@
 """`make test-mutants`: one small fault at a time in a copy of the core; a fault that no test notices is a gap in the tests.
 
-It goes on where it was stopped and ends with a table and the survivors; docs/testing.md says why the known ones live.
+It continues where it was stopped, and ends with a table and the survivors; docs/testing.md explains the known ones.
 (mutmut 3.8 fails with pytest 9.2 and leaves out all that is outside of functions; cosmic-ray starts Python anew for every
 fault. Here torch is imported once and shared by all, and the tests that noticed the last faults run first.)
 """
@@ -27,14 +27,14 @@ import sympy  # noqa: F401
 import torch.distributed.tensor  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
-WORK, SECONDS = ROOT / "build/mutants", 120  # a fault that keeps its tests busy for so long is noticed
+WORK, SECONDS = ROOT / "build/mutants", 120  # a fault whose tests take longer counts as noticed
 # The test files that check each module, those that notice most in little time first.
 CHECKED_BY = {
     "routing": "test_routing test_modes test_recipes test_sequence",
     "sequence": "test_sequence test_transforms test_recipes test_layer",
-    "grid": "test_sparse test_layer routers/test_dense test_transforms",
-    "layer": "test_tokens test_cost routers/test_routers routers/test_ada_k test_layer models/test_sure test_transforms",
-    "routers/raytraced": "test_recipes routers/test_raytraced_options test_cost models/test_sure test_layer test_sequence test_transforms",
+    "experts": "test_sparse test_layer routers/test_dense test_transforms",
+    "layer": "test_tokens test_cost routers/test_routers routers/test_ada_k test_layer test_early_exit test_transforms",
+    "routers/raytraced": "test_recipes routers/test_raytraced_options test_cost test_early_exit test_layer test_sequence test_transforms",
     "cost": "test_modes test_cost",
     "training/evaluation": "training/test_evaluation extensions/test_new_task",
     "training/objective": "training/test_objective training/test_options",
@@ -46,12 +46,12 @@ SWAPS = {
     ast.Mod: ast.Mult, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitOr,
     ast.LShift: ast.RShift, ast.RShift: ast.LShift,
 }  # fmt: skip
-SKIPPED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)  # words for people or the type checker
+SKIPPED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)  # texts for readers or the type checker
 SKIPPED_FIELDS = ("annotation", "returns", "decorator_list", "ctx")
 
 
 def replacements(node: ast.AST, field: str) -> Iterator[ast.AST]:
-    """What may stand in a node's place, each a fault."""
+    """Nodes that may replace a node; each is a fault."""
     match node:
         case ast.Constant(bool(value)):
             yield ast.Constant(not value)
@@ -59,7 +59,9 @@ def replacements(node: ast.AST, field: str) -> Iterator[ast.AST]:
             yield from (ast.Constant(value + 1), ast.Constant(value - 1))
         case ast.Constant(str(value)):
             yield ast.Constant(f"{value}?")
-        case ast.UnaryOp() if not isinstance(node.operand, ast.Constant):  # of a number: one higher and one lower
+        case ast.UnaryOp() if not isinstance(
+            node.operand, ast.Constant
+        ):  # a number is replaced by one higher and one lower
             yield node.operand
         case ast.Return(ast.AST() as value) if ast.unparse(value) != "None":
             yield ast.Return(None)
@@ -68,7 +70,7 @@ def replacements(node: ast.AST, field: str) -> Iterator[ast.AST]:
         case ast.Call():
             keywords = node.keywords
             for index, keyword in enumerate(keywords):
-                if keyword.arg not in ("device", "strict"):  # seen on a GPU alone; an assertion
+                if keyword.arg not in ("device", "strict"):  # has an effect on a GPU only; an assertion
                     yield ast.Call(node.func, node.args, keywords[:index] + keywords[index + 1 :])
             if len(node.args) > 1:
                 yield ast.Call(node.func, node.args[:-1], keywords)
@@ -79,7 +81,7 @@ def replacements(node: ast.AST, field: str) -> Iterator[ast.AST]:
 
 
 def faults(tree: ast.AST, node: ast.AST, line: int = 0) -> Iterator[tuple[int, str, str]]:
-    """Every fault below a node: its line, what it is, and the whole source with it."""
+    """Every fault below a node: its line, a description, and the whole source with it."""
     for field, value in ast.iter_fields(node):
         for index, child in enumerate(value if isinstance(value, list) else [value]):
             words = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
@@ -89,27 +91,27 @@ def faults(tree: ast.AST, node: ast.AST, line: int = 0) -> Iterator[tuple[int, s
             if words or not isinstance(child, ast.AST) or isinstance(child, SKIPPED) or field in SKIPPED_FIELDS:
                 continue
             line = getattr(child, "lineno", line)
-            for new in (*replacements(child, field), child):  # the last puts it back
+            for new in (*replacements(child, field), child):  # the last restores it
                 if isinstance(value, list):
                     value[index] = new
                 else:
                     setattr(node, field, new)
                 if new is not child:
-                    told = ast.unparse(new if isinstance(new, ast.expr | ast.stmt) else node).partition("\n")[0]
+                    fault = ast.unparse(new if isinstance(new, ast.expr | ast.stmt) else node).partition("\n")[0]
                     if isinstance(new, ast.Call) and isinstance(child, ast.Call):
                         dropped = [
                             one for one in (*child.args, *child.keywords) if one not in (*new.args, *new.keywords)
                         ]
-                        told = f"{ast.unparse(new.func)}(…) without {ast.unparse(dropped[0])}"
-                    yield line, f"{field}: {told[:90]}", ast.unparse(ast.fix_missing_locations(tree))
+                        fault = f"{ast.unparse(new.func)}(…) without {ast.unparse(dropped[0])}"
+                    yield line, f"{field}: {fault[:90]}", ast.unparse(ast.fix_missing_locations(tree))
             yield from faults(tree, child, line)
 
 
 class Watch:
-    """A plugin of pytest: the last to notice a fault run first, then quick ones; who never calls its function does not run.
+    """A plugin of pytest that runs the tests that noticed the last faults first, then quick ones.
 
-    Without a fault it writes down which functions, told by their first lines, each test calls. What a fixture calls counts
-    for every test of the file.
+    Tests that do not call the function of a fault are left out. A run without a fault records which functions each test
+    calls, identified by their first lines. Calls of a fixture count for every test of the file.
     """
 
     def __init__(self, place: Path, path: str, killers: list[str], chosen: list[str] | None) -> None:
@@ -130,7 +132,7 @@ class Watch:
             if frame.f_code.co_filename == self.path:
                 lines.add(frame.f_code.co_firstlineno)
             elif frame.f_code is subprocess.Popen.__init__.__code__:
-                lines.add(0)  # another process may call anything
+                lines.add(0)  # another process may call any function
 
         if self.chosen is None:
             threading.settrace(note)
@@ -168,10 +170,10 @@ def start_tests(place: Path, path: str, files: list[str], killers: list[str], ch
     try:
         os.setsid()  # a signal to a group stays among the tests
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-        signal.alarm(10 * SECONDS)  # one that waits for nothing
+        signal.alarm(10 * SECONDS)  # for a process that waits without end
         os.chdir(place)
         sys.path[0] = os.environ["PYTHONPATH"] = str(place / "src")
-        os.environ["RAYTRACED_OPERATIONS"] = "plain"  # the path that is changed
+        os.environ["RAYTRACED_KERNELS"] = "plain"  # the path that is changed
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         options = ["-x", "--assert=plain", "-p", "no:cacheprovider", "-k", "not compile and not export"]
         hypothesis.settings.register_profile("mutants", phases=["explicit", "generate"])  # no smallest example
@@ -202,31 +204,31 @@ def main() -> None:
     parser.add_argument("modules", nargs="*", default=list(CHECKED_BY))
     parser.add_argument("--processes", type=int, default=2)
     sys.dont_write_bytecode = True
-    given, results = parser.parse_args(), WORK / "results.json"
+    options, results = parser.parse_args(), WORK / "results.json"
     known = json.loads(results.read_text()) if results.exists() else {}
-    free, at_work, found = [WORK / f"tree-{number}" for number in range(given.processes)], {}, []
+    free, at_work, found = [WORK / f"tree-{number}" for number in range(options.processes)], {}, []
     killers: list[str] = []  # the last one first
     for place in free:
         shutil.rmtree(place, ignore_errors=True)
-        for folder in ("src", "tests"):
+        for folder in ("src", "tests", "experiments"):
             shutil.copytree(ROOT / folder, place / folder, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", place)
-    gc.freeze()  # or every process would look through all of torch for garbage
+    gc.freeze()  # or every process would search all of torch for garbage
 
     def wait() -> None:
         pid, status = os.wait()
-        place, path, source, told, keys = at_work.pop(pid)
+        place, path, source, fault, keys = at_work.pop(pid)
         (place / path).write_text(source)
         free.append(place)
         known[keys[0] if status else keys[1]] = bool(status)
-        if not (told[1] or status):
+        if not (fault[1] or status):
             known[keys[1]] = json.loads((place / "calls").read_text())
         killer = (place / "killer").read_text() if (place / "killer").exists() else ""
         killers[:] = [killer, *(name for name in killers if name != killer)]
         results.write_text(json.dumps(known, indent=0))
-        print("killed  " if status else "survived", *told, flush=True)
+        print("killed  " if status else "survived", *fault, flush=True)
 
-    for module in given.modules:
+    for module in options.modules:
         path, files = f"src/raytraced/{module}.py", [f"tests/{name}.py" for name in CHECKED_BY[module].split()]
         source, tests = (ROOT / path).read_text(), "".join((ROOT / file).read_text() for file in files)
         tree, calls = ast.parse(source), {}
@@ -250,7 +252,7 @@ def main() -> None:
     while at_work:
         wait()
     print(f"\n{'module':24}{'faults':>8}{'killed':>8}{'survived':>10}")
-    for module in given.modules:
+    for module in options.modules:
         killed = [keys[0] in known for name, line, _, keys in found if name == module and line]
         print(f"{module:24}{len(killed):8}{sum(killed):8}{len(killed) - sum(killed):10}")
     print(

@@ -1,4 +1,4 @@
-"""The method again, slowly and obviously: one sample, one node at a time, in float64. Shares no code with the library."""
+"""Slow, obvious implementations of the method: one sample and one node at a time, without code of the library."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ def gate_weight(routing, layer: int, node: int) -> Tensor:
     return routing.gate_first[node][:, None] if layer == 0 else routing.gate_inner[layer - 1, node]
 
 
-def rates_of_one(routing, entry: Tensor, active, sight=None) -> tuple[list[list[Tensor]], Tensor]:
-    """Firing rates [layer][node] and the output's, for one sample; active[layer][node] are numbers or scalar tensors.
+def rates_of_one(routing, entry: Tensor, active, input_logits=None) -> tuple[list[list[Tensor]], Tensor]:
+    """Firing rates [layer][node] and of the output node, for one sample; active[layer][node] are numbers or scalars.
 
-    sight[layer][node], if there is any, is what gates that see the input add to their logits.
+    input_logits[layer][node] (O), if given, are added to the logits of a gate.
     """
     L, N = routing.num_layers, routing.num_experts
     inputs = [[entry[i]] for i in range(N)]
@@ -26,7 +26,7 @@ def rates_of_one(routing, entry: Tensor, active, sight=None) -> tuple[list[list[
                 output = output + sent
                 continue
             logits = gate_weight(routing, layer, i) @ torch.stack(inputs[i])
-            split = torch.softmax(logits if sight is None else logits + sight[layer][i], 0)
+            split = torch.softmax(logits if input_logits is None else logits + input_logits[layer][i], 0)
             for j in range(N):
                 received[j].append(sent * split[j])
             output = output + sent * split[N]
@@ -35,13 +35,13 @@ def rates_of_one(routing, entry: Tensor, active, sight=None) -> tuple[list[list[
 
 
 def soft_draw(probs: Tensor, hard: Tensor, estimator: str, noise: Tensor | None, temperature: float) -> Tensor:
-    """A vector over candidates with the value `hard` and an estimator's gradient, by hard + (soft − soft.detach())."""
+    """The one-hot draw `hard` with the gradient of an estimator: hard + (soft − soft.detach())."""
     logits = probs.log()
     if estimator == "straight-through":
         soft = probs
     elif estimator == "gumbel":
         soft = torch.softmax((logits if noise is None else logits - noise.log()) / temperature, 0)
-    else:  # ReinMax as its authors compute it: 2·p₁ − p₀ / 2, where p₁ is moved by the logits alone
+    else:  # ReinMax as its authors compute it: 2·p₁ − p₀ / 2, where p₁ depends on the logits only
         p0 = torch.softmax(logits, 0)
         p1 = torch.softmax(((hard + p0) / 2).log().detach() - logits.detach() + logits, 0)
         soft = 2 * p1 - p0 / 2
@@ -49,9 +49,9 @@ def soft_draw(probs: Tensor, hard: Tensor, estimator: str, noise: Tensor | None,
 
 
 def sequence_of_one(routing, entry, nodes, *, stopped: bool, estimator: str, noise=None, temperature=20.0):
-    """Replay given draws for one sample; the active set [layer][node] as scalar tensors with the path's gradient.
+    """Replay the draws of one sample: its active set [layer][node] as scalars with the gradient of all draws.
 
-    nodes: the nodes drawn in order; stopped: whether the output node was drawn after them; noise: (steps, K) or None.
+    nodes: the nodes drawn, in order; stopped: whether the output node was drawn after them; noise: (steps, K) or None.
     """
     L, N = routing.num_layers, routing.num_experts
     M = L * N
@@ -73,7 +73,7 @@ def sequence_of_one(routing, entry, nodes, *, stopped: bool, estimator: str, noi
 
 
 def greedy_of_one(routing, entry, max_experts=None) -> tuple[list[int], bool]:
-    """The greedy sequence of one sample: its nodes, and whether it ended by drawing the output node."""
+    """The greedy sequence of one sample: its nodes, and whether the output node ended it."""
     L, N = routing.num_layers, routing.num_experts
     nodes: list[int] = []
     limit = L * N if max_experts is None else min(max_experts, L * N)
@@ -87,7 +87,7 @@ def greedy_of_one(routing, entry, max_experts=None) -> tuple[list[int], bool]:
 
 
 def candidate_probs(routing, entry, nodes) -> dict[int, float]:
-    """The chance of every candidate to be drawn next, given the nodes active so far."""
+    """The probability of every candidate to be drawn next, for the nodes that are active so far."""
     L, N = routing.num_layers, routing.num_experts
     with torch.no_grad():
         rates, output = rates_of_one(routing, entry, [[float(l * N + i in nodes) for i in range(N)] for l in range(L)])
@@ -97,7 +97,7 @@ def candidate_probs(routing, entry, nodes) -> dict[int, float]:
 
 
 def all_paths(routing, entry, nodes=()) -> dict[tuple[int, ...], float]:
-    """Every activation sequence that can be drawn, with its exact probability."""
+    """Every possible activation sequence with its exact probability."""
     paths: dict[tuple[int, ...], float] = {}
     for k, p in candidate_probs(routing, entry, nodes).items():
         if k == routing.num_layers * routing.num_experts:
@@ -133,7 +133,7 @@ def mlp(experts, layer: int, expert: int, hidden: Tensor) -> Tensor:
 
 
 def stack_of_one(experts, hidden: Tensor, weights, stream: str) -> Tensor:
-    """The expert network on one vector, every expert of every layer run and weighted."""
+    """The expert network on one vector: every expert of every layer runs and is weighted."""
     L, N = experts.num_layers, experts.num_experts
     outputs = []
     for layer in range(L):

@@ -1,15 +1,16 @@
 """A row's answer and gradient are its own: neighbours, order and size of its batch have no say, nor have the threads.
 
-Bit for bit in the compiled operations. Where PyTorch multiplies matrices (gates, input block, head, and all of the plain path),
+Bit for bit in the compiled kernels. Where PyTorch multiplies matrices (gates, input block, head, and all of the plain path),
 it sums in an order that depends on how many rows there are: there up to rounding, 1e-5 of values of about 1 in float32.
 """
 
 import pytest
 import torch
 
-from raytraced import RaytracedExperts, build, operations
-from raytraced.draws import new_seed
-from raytraced.models.table import MODELS
+from raytraced import RaytracedExperts, build, kernels
+from raytraced.experts import Stream
+from raytraced.models.registry import MODELS
+from raytraced.rng import new_seed
 
 BATCHES = (1, 7, 64, 65, 130)
 NUM = 200
@@ -18,9 +19,9 @@ NUM = 200
 @pytest.fixture(params=["cpp", "plain"])
 def path(request):
     """The path, and how much a row may differ on it."""
-    if request.param == "cpp" and not operations.available():
-        pytest.skip(f"no compiled operations: {operations.why_not()}")
-    with operations.use(request.param):
+    if request.param == "cpp" and not kernels.available():
+        pytest.skip(f"no compiled kernels: {kernels.why_not()}")
+    with kernels.use(request.param):
         yield 0.0 if request.param == "cpp" else 1e-5
 
 
@@ -43,12 +44,12 @@ def assert_rows(found, whole, rows, bound):
 @pytest.mark.parametrize("estimator", ["reinmax", "gumbel"])
 @pytest.mark.parametrize("drawn", [True, False])
 def test_a_rows_sequence_is_its_own(estimator, drawn, path):
-    routing = RaytracedExperts(6, 3, 4, reach=0.0).router.routing
+    routing = RaytracedExperts(6, 3, 4, output_logit_offset=0.0).router.routing
     entry, seed = torch.randn(NUM, 4).softmax(-1), new_seed(None, torch.device("cpu")) if drawn else None
     options = {"stop": "drawn", "estimator": estimator, "temperature": 5.0, "num_steps": 12, "seed": seed}
 
     def run(rows):
-        route = operations.sequence(routing, entry[rows], rows_B=rows, **options)
+        route = kernels.sequence(routing, entry[rows], rows_B=rows, **options)
         return route.nodes, route.active, route.num_active, *route.rates
 
     whole = run(torch.arange(NUM))
@@ -58,7 +59,7 @@ def test_a_rows_sequence_is_its_own(estimator, drawn, path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("stream", ["residual", "skip-sum", "last"])
+@pytest.mark.parametrize("stream", list(Stream))
 @pytest.mark.parametrize("hidden_width", [5, 64])
 def test_what_experts_make_of_a_row_is_its_own(stream, hidden_width, path):
     grid = RaytracedExperts(6, 3, 4, hidden=hidden_width).experts
@@ -66,9 +67,9 @@ def test_what_experts_make_of_a_row_is_its_own(stream, hidden_width, path):
     weights = active * torch.rand(NUM, 3, 4)
 
     def run(rows):
-        second = operations.unstacked(grid, hidden[rows])[1]
-        layer = operations.experts(second, hidden[rows], active[rows, 1:2], weights[rows, 1:2], "last")
-        return operations.experts(grid, hidden[rows], active[rows], weights[rows], stream), layer
+        second = kernels.unstacked(grid, hidden[rows])[1]
+        layer = kernels.experts(second, hidden[rows], active[rows, 1:2], weights[rows, 1:2], Stream.LAST)
+        return kernels.experts(grid, hidden[rows], active[rows], weights[rows], stream), layer
 
     whole = run(torch.arange(NUM))
     for rows in parts():
@@ -76,17 +77,17 @@ def test_what_experts_make_of_a_row_is_its_own(stream, hidden_width, path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("stream", ["residual", "skip-sum", "last"])
+@pytest.mark.parametrize("stream", list(Stream))
 @pytest.mark.parametrize("weighting", ["unit", "rates-to-one", "rates"])
 def test_one_call_for_few_rows_gives_what_steps_give_for_many(stream, weighting, path):
-    layer, hidden = RaytracedExperts(6, 3, 4, reach=0.0), torch.randn(NUM, 6)
+    layer, hidden = RaytracedExperts(6, 3, 4, output_logit_offset=0.0), torch.randn(NUM, 6)
     gate = layer.router.gate["weight"], layer.router.gate["bias"]
-    parts_of = operations.Traced(layer.router.routing, layer.experts, gate, weighting, stream)
+    parts_of = kernels.KernelArgs(layer.router.routing, layer.experts, gate, weighting, stream)
     options = {"stop": "drawn", "estimator": "reinmax", "temperature": 1.0, "num_steps": 12}
     seed = new_seed(None, torch.device("cpu"))
 
     def run(rows):
-        out, route = operations.raytrace(parts_of, hidden[rows], seed=seed, rows_B=rows, **options)
+        out, route = kernels.raytrace(parts_of, hidden[rows], seed=seed, rows_B=rows, **options)
         return out, route.nodes, route.active, route.num_active, *route.rates
 
     whole = run(torch.arange(NUM))
@@ -147,19 +148,19 @@ def assert_gradients_are_a_rows_own(run, vectors, parameters, bound):
 @pytest.mark.parametrize("estimator", ["reinmax", "gumbel", "straight-through"])
 @pytest.mark.parametrize("drawn", [True, False])
 def test_a_rows_gradient_through_its_sequence_is_its_own(estimator, drawn, path):
-    routing = RaytracedExperts(6, 3, 4, reach=0.0).router.routing
+    routing = RaytracedExperts(6, 3, 4, output_logit_offset=0.0).router.routing
     entry, probe = torch.randn(NUM, 4).softmax(-1), torch.randn(NUM, 3, 4)
     seed = new_seed(None, torch.device("cpu")) if drawn else None
     options = {"stop": "drawn", "estimator": estimator, "temperature": 5.0, "num_steps": 12, "seed": seed}
 
     def run(rows, entry):
-        route = operations.sequence(routing, entry, rows_B=rows, **options)
+        route = kernels.sequence(routing, entry, rows_B=rows, **options)
         return ((route.active + route.rates.nodes) * probe[rows]).sum((-1, -2)) + route.rates.output
 
     assert_gradients_are_a_rows_own(run, [entry], list(routing.parameters()), path)
 
 
-@pytest.mark.parametrize("stream", ["residual", "skip-sum", "last"])
+@pytest.mark.parametrize("stream", list(Stream))
 @pytest.mark.parametrize("hidden_width", [5, 64])
 def test_a_rows_gradient_through_experts_is_its_own(stream, hidden_width, path):
     grid = RaytracedExperts(6, 3, 4, hidden=hidden_width).experts
@@ -167,11 +168,11 @@ def test_a_rows_gradient_through_experts_is_its_own(stream, hidden_width, path):
     weights = active * torch.rand(NUM, 3, 4)
 
     def run(rows, hidden, weights):
-        return operations.experts(grid, hidden, active[rows], weights, stream).square().sum(-1)
+        return kernels.experts(grid, hidden, active[rows], weights, stream).square().sum(-1)
 
     def run_layer(rows, hidden, weights):
-        second = operations.unstacked(grid, hidden)[1]
-        return operations.experts(second, hidden, active[rows, 1:2], weights[:, 1:2], "last").square().sum(-1)
+        second = kernels.unstacked(grid, hidden)[1]
+        return kernels.experts(second, hidden, active[rows, 1:2], weights[:, 1:2], Stream.LAST).square().sum(-1)
 
     for each in (run, run_layer):
         assert_gradients_are_a_rows_own(each, [hidden, weights], list(grid.parameters()), path)
@@ -181,10 +182,13 @@ def test_a_rows_gradient_through_experts_is_its_own(stream, hidden_width, path):
 @pytest.mark.usefixtures("path")
 def test_a_rows_gradient_through_a_layer_is_its_own_up_to_the_rounding_of_matrix_products(own):
     expert = (lambda: torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh())) if own else None
-    layer, hidden = RaytracedExperts(6, 3, 4, reach=0.0, train_select="sample", expert=expert), torch.randn(NUM, 6)
+    layer, hidden = (
+        RaytracedExperts(6, 3, 4, output_logit_offset=0.0, train_select="sample", expert=expert),
+        torch.randn(NUM, 6),
+    )
 
     def run(rows, hidden):
         return layer(hidden, generator=torch.Generator().manual_seed(3), rows=rows).hidden.square().sum(-1)
 
-    with operations.use(experts="sparse") if own else operations.use():
+    with kernels.use(experts="sparse") if own else kernels.use():
         assert_gradients_are_a_rows_own(run, [hidden], list(layer.router.parameters()), 1e-5)

@@ -1,52 +1,67 @@
-"""Every code block and command of README.md and docs/ works, every link leads somewhere, every table of options is true.
+"""Code blocks and commands of README.md and docs/ run, links resolve, tables agree with the code and with results/.
 
-`python tests/test_docs.py` writes the tables that follow from the code or from results/ anew.
+`python tests/test_docs.py` rewrites the tables that are computed from the code or from results/.
 """
 
+import ast
 import contextlib
+import importlib.util
 import inspect
 import io
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
+from functools import cache
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from docstring_parser import parse_from_object
 from PIL import Image
 
-from raytraced.cli import COMMANDS, find_command, main, read_arguments
-from raytraced.models.table import FAMILIES, MODELS, complete_options
-from raytraced.reproduce.records import Record, Store, spread
-from raytraced.reproduce.tables import ACCURACY, USE, gain_over_fixed
-from raytraced.reproduce.text import tell_bits
-from raytraced.reproduce.variants import DATA_NAMES
+import raytraced as rt
+from experiments.reproduce.records import Record, Store, spread
+from experiments.reproduce.tables import ACCURACY, USE, gain_over_fixed
+from experiments.reproduce.text import format_bits
+from experiments.reproduce.variants import DATA_NAMES
+from raytraced.cli.main import COMMANDS, find_command, main, read_command
+from raytraced.cli.parsing import make_parser, read_arguments
+from raytraced.models.registry import FAMILIES, MODELS, complete_options
 from raytraced.training.config import TrainConfig, preset_values
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NAMES = [page.name for page in PAGES]
-LANGUAGES = ("python", "bash", "text")  # text is what a command prints, or a file's content
+DOCS = ROOT / "docs"
+REFERENCE = runpy.run_path(str(DOCS / "reference.py"))
+PAGES = [
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
+    *(page for page in sorted(DOCS.rglob("*.md")) if page.parent != DOCS / "reference"),
+]
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+LANGUAGES = ("python", "bash", "text")  # text: the output of a command, or the content of a file
 WIDTH = 100
-pytestmark = pytest.mark.skipif("RAYTRACED_OPERATIONS" in os.environ, reason="pages are run once, as a reader would")
-PLACEHOLDERS = {
-    "NAME": "mnist",
-    "FOLDER": "folder/of/classes",
-    "FILE": "own.txt",
-}  # RUN and image.png are made by a fixture
+pytestmark = pytest.mark.skipif("RAYTRACED_KERNELS" in os.environ, reason="pages run once, with the default kernels")
+PLACEHOLDERS = {"NAME": "mnist", "FOLDER": "folder/of/classes", "FILE": "own.txt"}  # a fixture makes RUN and image.png
+# Options of ARGS="…" are those of these functions.
+EXPERIMENTS = {
+    "reproduce": "experiments.reproduce.command:reproduce",
+    "bench": "experiments.benchmark.command:benchmark",
+}
 
 
 TEXT_RUN = (
-    "--data", "shakespeare", "--model", "gpt-mre", "--data_options", "{context: 16, steps: 2, judged: 256}",
+    "--data", "shakespeare", "--model", "gpt-mre", "--data_options", "{context: 16, steps: 2, eval_tokens: 256}",
     "--model_options", "{dim: 8, num_heads: 2, hidden: 8, num_layers: 2, num_experts: 2}",
 )  # fmt: skip
 
@@ -60,6 +75,7 @@ class Block(NamedTuple):
 
 
 def read_blocks(text: str) -> list[Block]:
+    """The fenced blocks of a page."""
     found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [Block(text.count("\n", 0, each.start()) + 1, each[1], each[2]) for each in found]
 
@@ -69,17 +85,17 @@ def without_blocks(text: str) -> str:
 
 
 def commands_of(text: str) -> list[str]:
-    """The command lines of a page: those of its blocks, and those between backticks in its sentences."""
+    """The command lines of a page: those of its blocks, and those in backticks in its sentences."""
     shell = [block.text.replace("\\\n", " ") for block in read_blocks(text) if block.language == "bash"]
     blocks = [line for block in shell for line in block.splitlines()]
-    inline = re.findall(r"`((?:raytraced|make|torchrun|python) [^`]+)`", without_blocks(text).replace("\n", " "))
+    inline = re.findall(r"`((?:raytraced|make|torchrun|python|pip) [^`]+)`", without_blocks(text).replace("\n", " "))
     mentioned = [f"raytraced {name}" for name in COMMANDS]  # by its name alone
     lines = [*blocks, *(line for line in inline if line not in mentioned)]
     return [command for line in lines for command in split_line(line)]
 
 
 def split_line(line: str) -> list[str]:
-    """What a shell would run one after the other, without comments."""
+    """The commands of a line, separated by semicolons, without comments."""
     words = shlex.shlex(line, posix=False, punctuation_chars=";")
     words.whitespace_split, words.commenters = True, "#"
     parts = groupby(words, key=lambda word: word == ";")
@@ -87,12 +103,16 @@ def split_line(line: str) -> list[str]:
 
 
 # Each command once, with the page that has it last.
-COMMAND_LINES = {command: page.name for page in PAGES for command in commands_of(page.read_text(encoding="utf-8"))}
+COMMAND_LINES = {
+    command: name
+    for name, page in zip(NAMES, PAGES, strict=True)
+    for command in commands_of(page.read_text(encoding="utf-8"))
+}
 
 
 @pytest.fixture(scope="session")
 def things(tmp_path_factory) -> Path:
-    """What the pages speak of: a finished run, an image, a folder with a folder of images for each class."""
+    """What the pages refer to: finished runs, an image, a folder with one sub-folder of images per class, a text."""
     folder = tmp_path_factory.mktemp("docs")
     random = np.random.default_rng(0)
     for number in range(12):
@@ -100,16 +120,17 @@ def things(tmp_path_factory) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(random.integers(0, 256, (8, 8), dtype=np.uint8)).save(path)
     shutil.copy(path, folder / "image.png")
+    (folder / "own.txt").write_text("a text of one's own, line by line\n" * 400)
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
-        # large batches: a page goes on with this run for 60 epochs
-        assert main(["train", "--epochs", "1", "--batch-size", "512", "--quiet", "--output", ".", "--name", "RUN"]) == 0
-        assert main(["train", *TEXT_RUN, "--epochs", "1", "--quiet", "--output", ".", "--name", "plays"]) == 0
+        # large batches: a page resumes this run for 60 epochs
+        assert main(["train", "--epochs", "1", "--batch-size", "512", "--quiet", "--name", "RUN"]) == 0
+        assert main(["train", *TEXT_RUN, "--epochs", "1", "--quiet", "--name", "plays"]) == 0
     return folder
 
 
 @pytest.fixture
 def workplace(things, tmp_path, monkeypatch) -> Path:
-    """A folder of one's own with all of that."""
+    """A fresh copy of these things as the working folder."""
     shutil.copytree(things, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
@@ -117,10 +138,10 @@ def workplace(things, tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def as_before(monkeypatch, tmp_path) -> Iterator[None]:
-    """Whatever a page adds to the package, in tables and in files, is gone afterwards."""
-    from raytraced.operations import OPERATIONS
+    """Remove what a page adds to the package, in tables and in files."""
+    from raytraced.kernels import OPERATIONS
     from raytraced.tasks.images.catalog import CATALOG
-    from raytraced.tasks.table import TASKS
+    from raytraced.tasks.registry import TASKS
 
     tables = [(table, dict(table)) for table in (MODELS, FAMILIES, TASKS, CATALOG)]
     for operation in OPERATIONS.values():
@@ -155,68 +176,104 @@ def test_python_of_a_page_runs_from_top_to_bottom(name, workplace, as_before, mo
 @pytest.mark.parametrize("command", COMMAND_LINES, ids=[f"{page}: {line}" for line, page in COMMAND_LINES.items()])
 def test_command_of_a_page_is_one(command, workplace, monkeypatch):
     for name in ("draw_pictures", "write_event"):  # would take longer than the training
-        monkeypatch.setattr(f"raytraced.training.loop.{name}", lambda *_: None)
+        monkeypatch.setattr(f"raytraced.training.callbacks.{name}", lambda *_: None)
     run_command([PLACEHOLDERS.get(word, word) for word in shlex.split(command) if word != "…"])
 
 
 def run_command(words: list[str]) -> None:
-    """Run a command that takes seconds, read any other to its end."""
+    """Run a command that takes seconds; parse the arguments of any other."""
     while re.match(r"[A-Z_]+=", words[0]):  # the environment
         words = words[1:]
     program, *rest = words
-    if program == "raytraced":
-        run_or_read(rest)
-    elif program == "make":
-        target, *variables = rest
-        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"make {target}"
-        for variable in variables:
-            run_or_read([target, *shlex.split(variable.removeprefix("ARGS="))])
-    elif program == "torchrun":
-        from torch.distributed.run import get_args_parser
+    if program not in PROGRAMS:
+        pytest.fail(f"{program}: not in PROGRAMS of this test; add a function that checks it")
+    PROGRAMS[program](rest)
 
-        read = get_args_parser().parse_args(rest)
-        assert (read.module, read.training_script) == (True, "raytraced.cli")
-        run_or_read(read.training_script_args, only_read=True)
-    elif program == "python":
-        assert (ROOT / rest[0]).is_file(), rest[0]
+
+def check_make(words: list[str]) -> None:
+    """The target exists, and ARGS="…" are options of the command that it runs."""
+    target, *variables = words
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"make {target}"
+    for variable in variables if target in EXPERIMENTS else ():
+        words = shlex.split(variable.removeprefix("ARGS="))
+        read_arguments(make_parser(prog=target), resolve_name(EXPERIMENTS[target]), words)
+
+
+def check_torchrun(words: list[str]) -> None:
+    """The options of torchrun and of the command that it starts can be parsed."""
+    from torch.distributed.run import get_args_parser
+
+    read = get_args_parser().parse_args(words)
+    assert read.module
+    import_module(read.training_script)
+    run_or_read(read.training_script_args, only_read=True)
+
+
+def check_python(words: list[str]) -> None:
+    """The file or the module exists."""
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1]), words[1]
     else:
-        pytest.fail(f"{program}: this test does not know the program; teach it")
+        assert (ROOT / words[0]).is_file(), words[0]
+
+
+def check_pip(words: list[str]) -> None:
+    """`pip install .` or `pip install '.[extra]'`, with an extra that exists: there is no page on an index."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert words[0] == "install"
+    found = re.fullmatch(r"\.(?:\[([\w,]+)\])?", words[1])
+    assert found, words[1]
+    assert set((found[1] or "plots").split(",")) <= set(extras), words[1]
+
+
+def check_source(words: list[str]) -> None:
+    assert words == [".venv/bin/activate"]
+
+
+def check_pre_commit(words: list[str]) -> None:
+    assert words == ["install"]
+    assert (ROOT / ".pre-commit-config.yaml").is_file()
 
 
 def run_or_read(words: list[str], only_read: bool = False) -> None:
-    """Run a command of ours in small: training for one epoch, reproduction as a plan; or read its words to the end."""
-    if not words or words[0].startswith("-") or {"--help", "--print_config"} & {*words}:
+    """Run a `raytraced` command, training for one epoch only; or parse its arguments."""
+    if not words or words[0].startswith("-") or {"--help", "--print-config"} & {*words}:
         assert code_of(words) == 0
         return
-    name, rest = find_command(words)
+    name = find_command(words)
     if name is None:
         assert code_of(words) == 0
         return
-    read = read_arguments(name, COMMANDS[name].function, rest)
+    _, read = read_command(words)
     if only_read or not takes_seconds(name, read):
         return
-    small = {"train": ["--epochs", "1", "--quiet"], "reproduce": ["--dry-run"]}
-    assert code_of(words + small.get(name, [])) == 0
+    assert code_of([*words, *(["--epochs", "1", "--quiet"] if name == "train" else [])]) == 0
+
+
+PROGRAMS = {
+    "raytraced": run_or_read,
+    "make": check_make,
+    "torchrun": check_torchrun,
+    "python": check_python,
+    "pip": check_pip,
+    "source": check_source,
+    "pre-commit": check_pre_commit,
+}
 
 
 def takes_seconds(name: str, read: dict) -> bool:
-    """Whether a command needs neither minutes nor a data set that may not be there; refuses words that lead nowhere."""
+    """Whether a command runs in seconds without a download; fails on names that do not exist."""
     if name == "train":
         config = read["config"]
         complete_options(config.model, config.model_options)
         return config.data == "digits" or Path(config.data).exists()
-    if name == "benchmark":
-        from raytraced.benchmark.results import chosen
-
-        chosen(read["only"])
-        return False
     if name == "data get":
-        from raytraced.tasks.table import catalog
+        from raytraced.tasks.registry import catalog
 
         assert set(read["names"]) <= set(catalog()), read["names"]
         return False
     if name == "serve":
-        return False  # until it is told to end
+        return False  # runs until it is stopped
     if name == "data show":
         return read["name"] == "digits" or Path(read["name"]).exists()
     if name == "export":
@@ -227,7 +284,7 @@ def takes_seconds(name: str, read: dict) -> bool:
 
 
 def code_of(words: list[str]) -> int:
-    """The exit code of a command; what it prints is shown where a test fails."""
+    """The exit code of a command; pytest shows its output if a test fails."""
     try:
         return main(words)
     except SystemExit as stop:
@@ -240,7 +297,7 @@ def test_code_is_in_blocks_that_say_what_they_are(name):
     for block in read_blocks(text):
         assert block.language in LANGUAGES, f"line {block.line}: {block.language or 'no language'}"
         if block.language == "text":
-            assert not re.search(r"^(raytraced|make|torchrun) ", block.text, re.MULTILINE), f"line {block.line}: bash"
+            assert not re.search(r"^(raytraced|make|torchrun|pip) ", block.text, re.MULTILINE), f"line {block.line}"
     assert not re.search(
         r"^(?: {4}|\t)(raytraced|make|torchrun|python|import|from) ", without_blocks(text), re.MULTILINE
     )
@@ -266,7 +323,7 @@ def test_links_and_names_of_a_page_lead_somewhere(name):
         assert file.exists(), target
         if anchor:
             assert anchor in anchors(file.read_text(encoding="utf-8")), target
-    for path in re.findall(r"`((?:src|tests|docs|results|benchmarks)/[\w./-]+)`", text):
+    for path in re.findall(r"`((?:src|tests|docs|results|benchmarks|experiments)/[\w./-]+)`", text):
         made = ("results/quick", "results/runs", "benchmarks/quick", "benchmarks/gpu")  # by a command
         assert (ROOT / path).exists() or path.rstrip("/") in made, path
     for dotted in re.findall(r"`raytraced((?:\.\w+)+)", text):
@@ -274,7 +331,7 @@ def test_links_and_names_of_a_page_lead_somewhere(name):
 
 
 def anchors(text: str) -> set[str]:
-    """As GitHub makes them of headings."""
+    """The anchors that GitHub makes of headings."""
     headings = re.findall(r"^#+ (.+)$", without_blocks(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -290,7 +347,7 @@ def find_name(dotted: str) -> None:
             value = import_module(path)
 
 
-# Tables that follow from the code or from results/, between a comment that says so and <!-- end -->.
+# Tables that are computed from the code or from results/, between a comment that names them and <!-- end -->.
 
 
 def options_table() -> list[str]:
@@ -307,7 +364,7 @@ def options_table() -> list[str]:
 
 
 def target_table() -> list[str]:
-    """What MRE gives when it is trained for fewer or more experts, from the runs in results/."""
+    """Accuracy and experts of MRE trained with several targets, from the runs in results/."""
     summary = json.loads((ROOT / "results/summary.json").read_text())
     names = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST", "cifar10": "CIFAR-10", "union": "union"}
     rows = [f"| target | {' | '.join(names.values())} |", "|---|" + "---:|" * len(names)]
@@ -327,40 +384,39 @@ def reading_table() -> list[str]:
         found, (accuracy, deviation) = summary[data]["mre-paper"], ACCURACY["mre-paper"][data]
         rows[0].append(f"{accuracy} ± {deviation}, {experts}")
         ours = f"{100 * found['accuracy_mean']:.1f} ± {100 * found['accuracy_std']:.1f}"
-        rows[1].append(f"{ours}, {found['experts_mean']:.1f}")
+        experts = spread(one.experts for one in mre_paper_runs(data))
+        rows[1].append(f"{ours}, {experts.mean:.1f} ± {experts.std:.1f}")
     head = ["test images", *(DATA_NAMES[data] for data in USE)]
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def mre_paper_runs(data: str) -> list[Record]:
+    """The five runs of mre-paper."""
+    store = Store(ROOT / "results/records")
+    return [store.records[f"main-{data}-mre-paper-s{seed}"] for seed in range(5)]
 
 
 AIMS = {"mnist": "97.3, 1.6", "fashion-mnist": "88.2, 2.2", "cifar10": "65.0, 2.5", "union": "76.3, 3"}
 
 
 def aims_table() -> list[str]:
-    """What benchmarks/aims.md asks for, and what the records say."""
+    """The aims of benchmarks/aims.md beside the records."""
     store = Store(ROOT / "results/records")
     ranks = {row.split("|")[1].strip(): row.split("|")[2:4] for row in difficulty_rows()}
-    head = [
-        "",
-        "to the end",
-        "stopped when sure",
-        "aim",
-        "against one depth",
-        "against eight dense blocks",
-        "rank, sure",
-    ]
-    rows = [[*head, "rank, own end"], ["---"] * 8]
+    head = ["", "to the end", "early exit", "aim", "against one depth", "against eight dense blocks"]
+    rows = [[*head, "rank, early exit", "rank, to the end"], ["---"] * 8]
     for data, aim in AIMS.items():
         ours, dense = (
-            [store.records[f"main-{data}-{name}-s{seed}"] for seed in range(5)] for name in ("mre", "dense-8-sure")
+            [store.records[f"main-{data}-{name}-s{seed}"] for seed in range(5)] for name in ("mre", "dense-8-exits")
         )
-        points = [one.sure["points"][1] for one in ours]
+        points = [one.early_exit["points"][1] for one in ours]
         assert {point["within"] for point in points} == {0.1}
         whole = f"{100 * spread(one.accuracy for one in ours).mean:.2f}, {spread(one.experts for one in ours).mean:.2f}"
         stopped = [spread(point[name] for point in points).mean for name in ("accuracy", "experts")]
-        gains = [100 * gain_over_fixed(one.sure, 0.1) for one in ours]
-        told = [in_points(gains), in_points(points_ahead(ours, dense))]
+        gains = [100 * gain_over_fixed(one.early_exit, 0.1) for one in ours]
+        differences = [in_points(gains), in_points(points_ahead(ours, dense))]
         rank = [cell.strip() for cell in ranks[DATA_NAMES[data]]]
-        rows.append([DATA_NAMES[data], whole, f"{100 * stopped[0]:.2f}, {stopped[1]:.2f}", aim, *told, *rank])
+        rows.append([DATA_NAMES[data], whole, f"{100 * stopped[0]:.2f}, {stopped[1]:.2f}", aim, *differences, *rank])
     return [f"| {' | '.join(cells)} |" for cells in rows]
 
 
@@ -370,39 +426,40 @@ def in_points(values: list[float]) -> str:
     return f"{one.mean:+.2f} ± {one.std / one.num**0.5:.2f}"
 
 
-def points_ahead(ours: list[Record], rival: list[Record]) -> list[float]:
-    """Seed by seed: ours, stopped within 0.1 points, above the line through the other's points at the same multiply-adds."""
+def points_ahead(ours: list[Record], baseline: list[Record]) -> list[float]:
+    """Seed by seed: accuracy of ours with early exit, less that on the line through the baseline's points at equal macs."""
     ahead = []
-    for one, other in zip(ours, rival, strict=False):
-        point = one.sure["points"][1]
-        line = sorted((row["macs"], row["accuracy"]) for row in other.sure["points"])
+    for one, other in zip(ours, baseline, strict=False):
+        point = one.early_exit["points"][1]
+        line = sorted((row["macs"], row["accuracy"]) for row in other.early_exit["points"])
         ahead.append(100 * (point["accuracy"] - np.interp(point["macs"], *zip(*line, strict=True))))
     return ahead
 
 
 def exits_table() -> list[str]:
-    """Ours against everyone else who was trained to be stopped, at our multiply-adds."""
-    store, rivals = Store(ROOT / "results/records"), ("dense-4", "dense-8", "multi-exit", "top-1", "top-k", "threshold")
-    rows = [["MRE against", *rivals], ["---"] * (1 + len(rivals))]
+    """MRE against all baselines that were trained with exits, at MRE's macs."""
+    store = Store(ROOT / "results/records")
+    baselines = ("dense-4", "dense-8", "multi-exit", "top-1", "top-k", "threshold")
+    rows = [["MRE against", *baselines], ["---"] * (1 + len(baselines))]
     for data in AIMS:
         seeds = {label: [store.records.get(f"main-{data}-{label}-s{seed}") for seed in range(5)] for label in
-                 ("mre", *(f"{rival}-sure" for rival in rivals))}  # fmt: skip
+                 ("mre", *(f"{name}-exits" for name in baselines))}  # fmt: skip
         known = {label: [one for one in found if one is not None] for label, found in seeds.items()}
         rows.append(
-            [DATA_NAMES[data], *(in_points(points_ahead(known["mre"], known[f"{rival}-sure"])) for rival in rivals)]
+            [DATA_NAMES[data], *(in_points(points_ahead(known["mre"], known[f"{name}-exits"])) for name in baselines)]
         )
     return [f"| {' | '.join(cells)} |" for cells in rows]
 
 
 def text_table() -> list[str]:
-    """Bits a byte of every language model in results/text, the cheapest first."""
+    """Bits per byte of every language model in results/text, the cheapest first."""
     summary = json.loads((ROOT / "results/text/summary.json").read_text(encoding="utf-8"))
     head, rule = ["", "experts", "multiply-adds"], ["---", "---:", "---:"]
     rows = [[*head, *(DATA_NAMES[data] for data in summary)], [*rule, *["---:"] * len(summary)]]
     first = next(iter(summary.values()))
     for label in sorted(first, key=lambda label: first[label]["macs_mean"]):
         found = [summary[data].get(label) for data in summary]
-        bits = ["–" if one is None else f"{tell_bits(one)} ({one['seeds']})" for one in found]
+        bits = ["–" if one is None else f"{format_bits(one)} ({one['seeds']})" for one in found]
         experts, macs = first[label]["experts_mean"], first[label]["macs_mean"] / 1000
         rows.append([f"`{label}`", f"{experts:.1f}", f"{macs:.0f}", *bits])
     return [f"| {' | '.join(cells)} |" for cells in rows]
@@ -415,8 +472,24 @@ def difficulty_rows() -> list[str]:
 
 
 def readme_table() -> list[str]:
-    """What `raytraced reproduce` wrote for README."""
+    """The table that `make reproduce` writes for README."""
     return (ROOT / "results/table.md").read_text(encoding="utf-8").splitlines()
+
+
+def budgets_table() -> list[str]:
+    """Test accuracy, or bits per byte, when every sample runs at most so many experts."""
+    images, texts = Store(ROOT / "results/records"), Store(ROOT / "results/text/records")
+    budgets = (0, 1, 2, 3, 4)
+    rows = [["experts, at most", *(str(budget) for budget in budgets), "no limit"], ["---", *["---:"] * 6]]
+    for data in AIMS:
+        runs = [images.records[f"main-{data}-mre-s{seed}"] for seed in range(5)]
+        means = [100 * spread(run.budgets[budget]["accuracy"] for run in runs).mean for budget in (*budgets, -1)]
+        rows.append([DATA_NAMES[data], *(f"{mean:.1f} %" for mean in means)])
+    for label, name in (("mre", "enwik8"), ("mre-elastic", "enwik8, `--anytime-loss 0.25`")):
+        runs = [texts.records[f"main-enwik8-{label}-s{seed}"] for seed in range(3)]
+        means = [spread(run.budgets[budget]["bits_per_byte"] for run in runs).mean for budget in (*budgets, -1)]
+        rows.append([name, *(f"{mean:.2f} bits" for mean in means)])
+    return [f"| {' | '.join(cells)} |" for cells in rows]
 
 
 WRITTEN = {
@@ -427,11 +500,12 @@ WRITTEN = {
     "<!-- exits: python tests/test_docs.py writes this table -->\n": exits_table,
     "<!-- text: python tests/test_docs.py writes this table -->\n": text_table,
     "<!-- targets: python tests/test_docs.py writes this table -->\n": target_table,
+    "<!-- budgets: python tests/test_docs.py writes this table -->\n": budgets_table,
 }
 
 
 def rewritten(text: str) -> str:
-    """A page with its written tables as they should be now."""
+    """A page with its tables as computed now."""
     for start, make in WRITTEN.items():
         before, found, rest = text.partition(start)
         if found:
@@ -451,7 +525,7 @@ def test_every_written_table_is_in_a_page():
 
 
 def table_rows(page: str, heading: str) -> list[list[str]]:
-    """The cells of the table whose header begins so."""
+    """The cells of the table whose header begins with a heading."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     table = text.partition(f"| {heading} |")[2].partition("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
@@ -460,14 +534,15 @@ def table_rows(page: str, heading: str) -> list[list[str]]:
 def test_arguments_of_the_layer_are_those_of_its_class():
     from raytraced import RaytracedExperts
 
-    told = {name.strip("`"): default.strip("`") for name, default, _ in table_rows("layer.md", "argument")}
-    known = inspect.signature(RaytracedExperts).parameters.values()
+    documented = {name.strip("`"): default.strip("`") for name, default, _ in table_rows("guides/layer.md", "argument")}
+    known = [one for one in inspect.signature(RaytracedExperts).parameters.values() if one.kind is not one.VAR_KEYWORD]
     shown = {one.name: "" if one.default is one.empty else str(one.default) for one in known}
-    assert told == shown
+    shown |= {one.name: str(one.default) for one in fields(RaytracedExperts.config_type)}
+    assert documented == shown
 
 
 def test_table_of_models_is_that_of_the_code():
-    rows = {row[0].strip("`"): row[1:] for row in table_rows("models.md", "name")}
+    rows = {row[0].strip("`"): row[1:] for row in table_rows("guides/models.md", "name")}
     assert list(rows) == list(MODELS)
     for name, (_, options, adaptive, anytime) in rows.items():
         assert (adaptive, anytime) == tuple(
@@ -476,6 +551,103 @@ def test_table_of_models_is_that_of_the_code():
         defaults = complete_options(name, {})
         for option, value in re.findall(r"`(\w+)=([^`]+)`", options):
             assert str(defaults[option]) == value, (name, option)
+
+
+def test_a_new_layer_runs_as_many_experts_as_its_page_says():
+    text = (DOCS / "guides/layer.md").read_text(encoding="utf-8").replace("\n", " ")
+    stated = int(re.search(r"runs about (\d+) of its 32 experts", text)[1])
+    means = []
+    for seed in range(20):
+        torch.manual_seed(seed)
+        layer = rt.RaytracedExperts(dim=16, num_layers=4, num_experts=8).eval()
+        means.append(layer(torch.randn(256, 16)).route.num_active.float().mean())
+    assert round(float(torch.stack(means).mean())) == stated
+
+
+def test_the_figures_of_the_readme_are_those_of_the_records():
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    store = Store(ROOT / "results/records")
+    mnist, fashion = (
+        [store.records[f"main-{data}-mre-s{seed}"] for seed in range(5)] for data in ("mnist", "fashion-mnist")
+    )
+    along = [100 * spread(run.budgets[budget]["accuracy"] for run in mnist).mean for budget in (0, 1, 2, 4)]
+    assert ", ".join(f"{mean:.1f}" for mean in along) + " %" in text
+    points = [run.early_exit["points"][1] for run in fashion]
+    early, whole = spread(point["experts"] for point in points), spread(run.experts for run in fashion)
+    assert f"{early.mean:.1f} experts per image in place of {whole.mean:.1f}" in text
+    assert (
+        spread(100 * (run.accuracy - point["accuracy"]) for run, point in zip(fashion, points, strict=True)).mean < 0.1
+    )
+    halves = json.loads((ROOT / "results/summary.json").read_text())["claims"]["easy images"]["evidence"]
+    found = re.search(r"mre, Fashion-MNIST \+([\d.]+ ± [\d.]+) points", halves)[1]
+    assert found in text
+
+
+def test_the_environment_is_activated_before_a_command_needs_it():
+    for name in ("README.md", "docs/index.md"):
+        commands = [line for block in read_blocks((ROOT / name).read_text(encoding="utf-8")) if block.language == "bash"
+                    for line in block.text.splitlines()]  # fmt: skip
+        programs = [shlex.split(command, comments=True)[:2] for command in commands]
+        activated = programs.index(["source", ".venv/bin/activate"])
+        assert programs.index(["make", "demo"]) < activated
+        assert activated < min(place for place, words in enumerate(programs) if words[0] == "raytraced")
+
+
+@pytest.mark.parametrize("path", [*REFERENCE["rendered"]()], ids=lambda path: path.stem)
+def test_the_reference_is_up_to_date(path):
+    assert path.read_text(encoding="utf-8") == REFERENCE["rendered"]()[path], "run `make reference`"
+
+
+def test_every_public_name_is_in_the_reference():
+    listed = {name for page in REFERENCE["PAGES"].values() for _, name in REFERENCE["listed"](page)}
+    functions = {name for name in rt.__all__ if callable(getattr(rt, name))}
+    assert not functions - listed
+
+
+def test_every_argument_of_the_layer_is_in_the_reference():
+    text = (DOCS / "reference/layer.md").read_text(encoding="utf-8").partition("\n## ")[2].partition("\n## ")[0]
+    names = {*inspect.signature(rt.RaytracedExperts).parameters} - {"options"}
+    names |= {one.name for one in fields(rt.RaytracedExperts.config_type)}
+    assert not [name for name in sorted(names) if f"**`{name}`**" not in text]
+
+
+def message_parts(message: str) -> list[str]:
+    """The fixed parts of a quoted message: what stands between the placeholders in angle brackets."""
+    parts = [part.strip(" .,:;=") for part in re.split(r"<[^<>]+>", message)]
+    return [part for part in parts if len(part) > 2]
+
+
+@cache
+def source_strings() -> str:
+    """All string constants of the package, those of an f-string and of adjoining lines joined."""
+    found = []
+    for path in (ROOT / "src/raytraced").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
+    return "\n".join(found)
+
+
+MESSAGES = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_message_of_the_troubleshooting_page_is_one_of_the_code(message):
+    missing = [part for part in message_parts(message) if part not in source_strings()]
+    assert not missing
+
+
+def test_old_words_are_gone_from_the_pages():
+    old = re.compile(
+        r"\b(looks|looked|look_loss|until_sure|sight|sight_rank|judge|judged|told|sure|rivals?|nobody|everyone)\b"
+    )
+    found = {
+        name: sorted(set(old.findall(page.read_text(encoding="utf-8"))))
+        for name, page in zip(NAMES, PAGES, strict=True)
+    }
+    assert not {name: words for name, words in found.items() if words}
 
 
 if __name__ == "__main__":

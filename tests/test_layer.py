@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from raytraced import HiddenOnly, RaytracedExperts
+from raytraced.experts import Stream
 from raytraced.layer import Call, routed_layer
 from raytraced.routers.top_k import TopK
 from reference import rates_of_one, sequence_of_one, stack_of_one, weights_of_one
 
-STREAMS = ("residual", "skip-sum", "last")
+STREAMS = tuple(Stream)
 WEIGHTINGS = ("unit", "rates", "rates-to-one")
 
 
@@ -23,7 +24,9 @@ def orders(nodes):
 
 def make(**options):
     torch.manual_seed(14)  # its greedy sequences reach the last layer, and leave experts of every layer out
-    return RaytracedExperts(5, 3, 3, **{"estimator": "reinmax", "reach": 10.0, "sight_rank": 0} | options).double()
+    return RaytracedExperts(
+        5, 3, 3, **{"estimator": "reinmax", "output_logit_offset": 10.0, "input_rank": 0} | options
+    ).double()
 
 
 @pytest.mark.parametrize(
@@ -130,7 +133,7 @@ def test_inactive_experts_never_run_with_gradients_for_active_masks_only():
     assert [e.linear.weight.grad is not None for e in layer.experts.nodes] == used.tolist()
 
 
-def test_an_expert_that_nobody_chose_gets_a_zero_gradient_and_breaks_nothing():
+def test_an_expert_without_rows_gets_a_zero_gradient_and_breaks_nothing():
     layer = make(mask_gradient="active")
     with torch.no_grad():
         layer.router.gate.weight.zero_()
@@ -156,7 +159,7 @@ def test_a_batch_of_one_equals_its_row_and_a_permuted_batch_its_permutation():
 def test_deepcopy_state_dict_and_functional_call_give_the_same_output():
     layer, hidden = make().eval(), torch.randn(6, 5, dtype=torch.float64)
     expected = layer(hidden).hidden
-    other = RaytracedExperts(5, 3, 3, sight_rank=0).double().eval()
+    other = RaytracedExperts(5, 3, 3, input_rank=0).double().eval()
     assert not torch.equal(other(hidden).hidden, expected)
     called = torch.func.functional_call(other, dict(layer.state_dict()), (hidden,))
     assert torch.equal(called.hidden, expected)
@@ -184,7 +187,7 @@ def test_a_layer_of_half_precision_keeps_its_rates_in_float32():
     assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
-# In a process of its own: on a CPU that advertises AMX it cannot use, a bf16 matmul ends the process unless told so early.
+# In a process of its own: on a CPU that advertises AMX it cannot use, a bf16 matmul ends the process unless it is set early.
 AUTOCAST = """
 import torch, raytraced
 layer = raytraced.RaytracedExperts(16, 3, 4, weighting="rates")
@@ -242,58 +245,65 @@ def test_bad_input_is_named_with_its_value_and_the_rule(call, message):
         call()
 
 
-def layer_and_rows(planned, stream, reach, num_rows):
+def layer_and_rows(planned, stream, output_logit_offset, num_rows):
     """Three layers of three experts, whose path is known beforehand or not, and rows for them."""
     torch.manual_seed(0)
     made = (
-        RaytracedExperts(4, 3, 3, reach=reach, stream=stream) if planned else routed_layer(TopK, 4, 3, 3, stream=stream)
+        RaytracedExperts(4, 3, 3, output_logit_offset=output_logit_offset, stream=stream)
+        if planned
+        else routed_layer(TopK, 4, 3, 3, stream=stream)
     )
     return made.double(), torch.randn(num_rows, 4, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("stream", ["residual", "skip-sum"])
 @pytest.mark.parametrize("planned", [True, False])
-def test_looks_are_the_vectors_after_each_layer(stream, planned):
-    layer, hidden = layer_and_rows(planned, stream, reach=8.0, num_rows=6)
-    out = layer(hidden, looks=True)
-    assert layer(hidden).looks is None
-    assert out.looks.shape == (4, 6, 4)
+def test_exits_are_the_vectors_after_each_layer(stream, planned):
+    layer, hidden = layer_and_rows(planned, stream, output_logit_offset=8.0, num_rows=6)
+    out = layer(hidden, exits=True)
+    assert layer(hidden).exits is None
+    assert out.exits.shape == (4, 6, 4)
     start = hidden if stream == "residual" else torch.zeros_like(hidden)
-    torch.testing.assert_close(out.looks[-1], layer(hidden).hidden)
-    after = out.looks
+    torch.testing.assert_close(out.exits[-1], layer(hidden).hidden)
+    after = out.exits
     assert torch.equal(after[0], start)
-    for step in range(3):  # what lies between two looks is one layer's doing
+    for step in range(3):  # one layer runs between two exits
         runs = out.route.active[:, step].sum(-1) > 0
         assert torch.equal((after[step + 1] != after[step]).any(-1), runs)
-    tokens = layer(hidden.view(2, 3, 4), looks=True)
-    torch.testing.assert_close(tokens.looks, out.looks.view(4, 2, 3, 4))
+    tokens = layer(hidden.view(2, 3, 4), exits=True)
+    torch.testing.assert_close(tokens.exits, out.exits.view(4, 2, 3, 4))
     kept = torch.tensor([[True, False, True], [True, True, False]])
-    padded = layer(hidden.view(2, 3, 4), mask=kept, looks=True).looks
-    torch.testing.assert_close(padded[:, kept], out.looks[:, kept.flatten()])
+    padded = layer(hidden.view(2, 3, 4), mask=kept, exits=True).exits
+    torch.testing.assert_close(padded[:, kept], out.exits[:, kept.flatten()])
     torch.testing.assert_close(padded[:, ~kept], start[~kept.flatten()].expand(4, 2, 4))
 
 
-@pytest.mark.parametrize("stream", ["residual", "skip-sum", "last"])
+@pytest.mark.parametrize("stream", list(Stream))
 @pytest.mark.parametrize("planned", [True, False])
-def test_one_look_after_the_other_shows_the_same_and_who_has_ended(stream, planned):
-    layer, hidden = layer_and_rows(planned, stream, reach=1.0, num_rows=60)
-    whole = layer(hidden, looks=True)
-    shown = list(layer.looks(hidden, Call()))
-    assert len(shown) == 4
+def test_one_exit_after_the_other_gives_the_same_vectors_and_which_rows_have_ended(stream, planned):
+    layer, hidden = layer_and_rows(planned, stream, output_logit_offset=1.0, num_rows=60)
+    whole = layer(hidden, exits=True)
+    exits = layer.exits(hidden, Call())
+    shown = [exits.current]
+    for _ in range(3):
+        exits.advance()
+        shown.append(exits.current)
+    with pytest.raises(ValueError, match="there is no further step"):
+        exits.advance()
     assert not planned or whole.route.active.sum((-1, -2)).unique().numel() > 1
-    for step, (look, expected) in enumerate(zip(shown, whole.looks, strict=True)):
-        torch.testing.assert_close(look.out.hidden, expected)
+    for step, (found, expected) in enumerate(zip(shown, whole.exits, strict=True)):
+        torch.testing.assert_close(found.output.hidden, expected)
         ended = torch.full((60,), step == 3)
         if planned and step and stream != "last":  # nothing of its path is left
             ended = whole.route.active[:, step:].sum((1, 2)) == 0
-        assert torch.equal(look.ended, ended)
+        assert torch.equal(found.ended, ended)
     half = hidden[:, :2]
     with pytest.raises(ValueError, match="hidden"):
-        next(layer.looks(half, Call()))
+        layer.exits(half, Call())
     with pytest.raises(ValueError, match="generator=5"):
-        next(layer.looks(hidden, Call(generator=5)))
+        layer.exits(hidden, Call(generator=5))
 
 
-def test_looks_at_an_empty_batch_have_its_shape():
-    out = RaytracedExperts(8, 2, 3)(torch.zeros(2, 0, 8), looks=True)
-    assert out.looks.shape == (3, 2, 0, 8)
+def test_exits_of_an_empty_batch_have_its_shape():
+    out = RaytracedExperts(8, 2, 3)(torch.zeros(2, 0, 8), exits=True)
+    assert out.exits.shape == (3, 2, 0, 8)

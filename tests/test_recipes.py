@@ -1,4 +1,4 @@
-"""The paper's recipe, entry by entry from the paper's text, and fair rivals: not copies of what the code says."""
+"""The paper's recipe, entry by entry from the paper's text, and fair baselines: not copies of the code."""
 
 import inspect
 from typing import get_args
@@ -6,12 +6,12 @@ from typing import get_args
 import pytest
 import torch
 
+from experiments.reproduce.plan import FULL, Planner
+from experiments.reproduce.variants import EQUAL_LR, MRE_PAPER, PAPER_VARIANTS, compared_variants, swept_variants
 from raytraced import PAPER, RaytracedExperts, activation_sequence, build
-from raytraced.draws import exponential, new_seed
-from raytraced.models.table import GRID, complete_options
-from raytraced.reproduce.plan import FULL, Planner
-from raytraced.reproduce.variants import EQUAL_LR, MRE_PAPER, PAPER_VARIANTS, compared_variants, swept_variants
-from raytraced.routers.raytraced import Weighting
+from raytraced.models.registry import GRID, complete_options
+from raytraced.rng import exponential, new_seed
+from raytraced.routers.raytraced import RaytracedConfig, Weighting
 from raytraced.sequence import GRADIENTS, WEIGHTINGS, Estimator
 from raytraced.training.config import preset_values
 from reference import mlp, rates_of_one, sequence_of_one
@@ -34,11 +34,11 @@ def written(L=3, N=3, D=5):
     return layer, torch.randn(40, D, dtype=torch.float64, requires_grad=True)
 
 
-def test_the_recipe_has_an_entry_for_all_that_the_text_says_and_none_else():
+def test_the_recipe_has_an_entry_for_each_statement_of_the_text_and_no_other():
     """What the tests below derive, one by one; the stop and the initialisation are those of every layer."""
     assert set(PAPER) == {
         "stream", "weighting", "mask_gradient", "estimator", "temperature", "train_select", "gate_init",
-        "reach", "sight_rank",
+        "output_logit_offset", "input_rank",
     }  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def test_a_layers_output_is_the_sum_of_its_active_experts_and_the_answer_is_the_
         for l in range(3):
             hidden = sum((mlp(layer.experts, l, i, hidden) for i in range(3) if active[l, i]), torch.zeros_like(row))
         torch.testing.assert_close(found, hidden, rtol=1e-10, atol=1e-12)
-    assert (out.route.active[:, -1].sum(-1) > 1).any()  # with one expert a layer, weights that sum to one are all 1
+    assert (out.route.active[:, -1].sum(-1) > 1).any()  # with one expert per layer, weights that sum to one are all 1
 
 
 def test_the_next_node_is_drawn_in_proportion_to_its_firing_rate_in_training():
@@ -68,9 +68,9 @@ def test_the_gradient_is_gumbel_softmax_straight_through_of_every_mask_at_the_re
     layer, rows = written()
     rows = rows.detach()[:8].requires_grad_()
     out = layer(rows, generator=generator())
-    seen = torch.randn(8, 5, dtype=torch.float64)
+    gradient = torch.randn(8, 5, dtype=torch.float64)
     inputs = [rows, *layer.router.parameters()]
-    fast = torch.autograd.grad((out.hidden * seen).sum(), inputs)
+    fast = torch.autograd.grad((out.hidden * gradient).sum(), inputs)
 
     seed = new_seed(generator(), torch.device("cpu"))
     noise = torch.stack([exponential(seed, torch.arange(8), t, 10) for t in range(10)], 1)
@@ -80,12 +80,12 @@ def test_the_gradient_is_gumbel_softmax_straight_through_of_every_mask_at_the_re
         path = [k for k in nodes if k >= 0]
         active = sequence_of_one(
             layer.router.routing, entry[b], path, stopped=len(path) < 9,
-            estimator="gumbel", noise=noise[b], temperature=layer.router.temperature,
+            estimator="gumbel", noise=noise[b], temperature=layer.router.config.temperature,
         )  # fmt: skip
         hidden = rows[b]
         for l in range(3):  # inactive experts too: their A_i is 0, its gradient is not
             hidden = sum(active[l][i] * mlp(layer.experts, l, i, hidden) for i in range(3))
-        loss = loss + (hidden * seen[b]).sum()
+        loss = loss + (hidden * gradient[b]).sum()
     for a, b in zip(fast, torch.autograd.grad(loss, inputs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
     assert all(float(one.abs().max()) > 0 for one in fast)
@@ -94,7 +94,7 @@ def test_the_gradient_is_gumbel_softmax_straight_through_of_every_mask_at_the_re
 def test_the_temperature_is_the_one_tried_inside_the_papers_range():
     """ "A slight preference towards higher … values (in a range between 10 and 50)": its ends are tried, and one inside."""
     assert [tau for tau in FULL.temperatures if 10 <= tau <= 50] == [10, PAPER["temperature"], 50]
-    assert RaytracedExperts(5, 2, 3, **PAPER).router.temperature == PAPER["temperature"]
+    assert RaytracedExperts(5, 2, 3, **PAPER).router.config.temperature == PAPER["temperature"]
     assert 1 in FULL.temperatures  # the usual one, outside of the claim
 
 
@@ -119,8 +119,8 @@ def test_the_sequence_stops_when_the_output_is_drawn_not_when_its_rate_is_the_la
         rates, output = rates_of_one(
             routing, entry[b], [[float(3 * l + i in path) for i in range(3)] for l in range(3)]
         )
-        rivals = [rates[k // 3][k % 3] for k in range(9) if k not in path]
-        early += len(path) < 9 and bool(output < max(rivals))
+        inactive = [rates[k // 3][k % 3] for k in range(9) if k not in path]
+        early += len(path) < 9 and bool(output < max(inactive))
     assert early > 0
 
 
@@ -135,7 +135,7 @@ def test_the_recipe_is_what_the_named_model_and_the_reproduction_build():
 
 
 def test_the_papers_learning_rates():
-    """Figure 3: "equal learning rate set to 10⁻³"; no schedule is named. Of 5×10⁻³, its "optimal" one, see docs/paper.md."""
+    """Figure 3: "equal learning rate set to 10⁻³"; no schedule is named. Of 5×10⁻³, its "optimal" one, see docs/paper/paper.md."""
     for data in ("mnist", "fashion-mnist", "cifar10", "digits"):
         assert preset_values("paper", data, "mre-paper")["lr"] == MRE_PAPER.lr == 1e-3
         assert preset_values("paper", data, "top-k")["lr"] == EQUAL_LR == 1e-3
@@ -143,7 +143,7 @@ def test_the_papers_learning_rates():
     assert MRE_PAPER.preset == "paper"
 
 
-def test_the_papers_rivals():
+def test_the_papers_baselines():
     """Section 4.1: top-k "with k = 2", a threshold "fixed to 0.5"; appendix B: MLPs of 8 layers, 36 and 24 wide."""
     hidden = torch.randn(9, 16)
     assert build("top-k", **IMAGES).layer(hidden).route.num_active.tolist() == [2 * 4] * 9
@@ -152,15 +152,15 @@ def test_the_papers_rivals():
     assert sizes == [[8, 36], [8, 24]]
 
 
-EVERYONE = {
+ALL_MODELS = {
     variant.label: variant for variant in (*PAPER_VARIANTS, *compared_variants(wide=False), *swept_variants((2.0,)))
 }
 
 
-@pytest.mark.parametrize("label", EVERYONE)
-def test_every_rival_has_the_residual_stream_that_ours_has(label):
+@pytest.mark.parametrize("label", ALL_MODELS)
+def test_every_baseline_has_the_residual_stream_that_ours_has(label):
     """With experts that add nothing, the input still reaches the answer."""
-    config = Planner(FULL, {}).configure(EVERYONE[label], "mnist", 0, 1, 1e-3)
+    config = Planner(FULL, {}).configure(ALL_MODELS[label], "mnist", 0, 1, 1e-3)
     model = build(config.model, **IMAGES, **config.model_options).eval()
     with torch.no_grad():
         for parameter in model.layer.experts.parameters():
@@ -192,7 +192,7 @@ def test_the_options_that_a_layer_names_are_those_that_its_tables_have():
 
 
 def test_a_sequence_by_itself_is_drawn_with_the_defaults_of_the_layer():
-    ours, layers = (inspect.signature(one).parameters for one in (activation_sequence, RaytracedExperts))
+    ours, layers = (inspect.signature(one).parameters for one in (activation_sequence, RaytracedConfig))
     for name in ("estimator", "temperature", "stop"):
         assert ours[name].default == layers[name].default
     assert layers["temperature"].default == PAPER["temperature"]

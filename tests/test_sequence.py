@@ -1,3 +1,5 @@
+"""The activation sequence: laws over random grids, exact probabilities, gradients, stop rules and budgets."""
+
 import itertools
 import math
 from collections import Counter
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytraced import Rates, Route, RoutingNetwork, activation_sequence, rays, stop_losses
-from raytraced.draws import exponential, new_seed
+from raytraced.rng import exponential, new_seed
 from raytraced.sequence import GRADIENTS, WEIGHTINGS, Estimator, Select, Stop
 from reference import all_paths, greedy_of_one, rates_of_one, sequence_of_one
 
@@ -38,11 +40,11 @@ def test_sequences_obey_the_laws_of_the_grid(grid, select, stop, estimator):
     num_layers, num_experts, seed = grid
     torch.manual_seed(seed)
     routing = RoutingNetwork(num_layers, num_experts)
-    found = activation_sequence(routing, entries(20, num_experts), select=select, stop=stop, estimator=estimator)
-    assert ((found.active == 0) | (found.active == 1)).all()
-    for row, order in enumerate(orders(found.nodes)):
-        assert len(set(order)) == len(order) == found.num_active[row] >= 1
-        assert sorted(order) == found.active[row].flatten().nonzero()[:, 0].tolist()
+    route = activation_sequence(routing, entries(20, num_experts), select=select, stop=stop, estimator=estimator)
+    assert ((route.active == 0) | (route.active == 1)).all()
+    for row, order in enumerate(orders(route.nodes)):
+        assert len(set(order)) == len(order) == route.num_active[row] >= 1
+        assert sorted(order) == route.active[row].flatten().nonzero()[:, 0].tolist()
         for place, node in enumerate(order):
             layer = node // num_experts
             above = [k for k in order[:place] if k // num_experts == layer - 1]
@@ -57,13 +59,13 @@ def test_rates_and_output_sum_to_one_at_every_step(grid):
     torch.manual_seed(seed)
     routing, entry = RoutingNetwork(num_layers, num_experts).double(), entries(5, num_experts, torch.float64)
     for steps in range(num_layers * num_experts + 1):
-        found = activation_sequence(routing, entry, max_experts=steps, generator=generator())
-        absorbed = (found.rates.nodes * (1 - found.active)).sum((1, 2)) + found.rates.output
+        route = activation_sequence(routing, entry, max_experts=steps, generator=generator())
+        absorbed = (route.rates.nodes * (1 - route.active)).sum((1, 2)) + route.rates.output
         assert torch.allclose(absorbed, torch.ones(5, dtype=torch.float64), atol=1e-12)
 
 
 def check_frequencies(paths, counts, num_draws):
-    """Each path's frequency within five standard errors of its probability: under 1e-4 to fail by chance for 100 paths."""
+    """Every frequency within five standard errors of its probability: for 100 paths, it fails by chance once in 10,000."""
     assert sum(paths.values()) == pytest.approx(1)
     assert set(counts) <= set(paths)
     for path, p in paths.items():
@@ -87,7 +89,7 @@ def test_drawn_paths_match_exact_enumeration(num_layers, num_experts, view):
 def test_waiting_times_between_activations_are_exponential_with_rate_one():
     routing = RoutingNetwork(3, 4).double()
     waiting = rays.waiting_times(routing, entries(1, 4, torch.float64).expand(20_000, -1), generator())
-    # All that is absorbed sums to one at every step, so each wait is Exp(1): mean 1, standard error 1/√20,000 = 0.0071.
+    # The rates of the candidates sum to 1 at every step, so each wait is Exp(1): mean 1, standard error 1/√20,000 = 0.0071.
     assert waiting.times[:, 0].mean().item() == pytest.approx(1, abs=0.036)
     counts = (waiting.nodes >= 0).sum(-1)
     assert (waiting.stop_time / (counts + 1)).mean().item() == pytest.approx(1, abs=0.036)
@@ -95,13 +97,13 @@ def test_waiting_times_between_activations_are_exponential_with_rate_one():
 
 
 @given(grids)
-def test_rays_are_absorbed_where_the_rates_say(grid):
+def test_rays_are_absorbed_in_proportion_to_the_rates(grid):
     num_layers, num_experts, seed = grid
     torch.manual_seed(seed)
     routing, entry, num_rays = RoutingNetwork(num_layers, num_experts), entries(2, num_experts), 4_000
-    found = activation_sequence(routing, entry, generator=generator(seed))
-    counts = rays.simulate(routing, entry, found.active, num_rays, generator(seed))
-    probs = torch.cat(((found.rates.nodes * (1 - found.active)).flatten(1), found.rates.output[:, None]), 1).detach()
+    route = activation_sequence(routing, entry, generator=generator(seed))
+    counts = rays.simulate(routing, entry, route.active, num_rays, generator(seed))
+    probs = torch.cat(((route.rates.nodes * (1 - route.active)).flatten(1), route.rates.output[:, None]), 1).detach()
     assert (counts.sum(-1) == num_rays).all()
     bound = 5.5 * (probs * (1 - probs) / num_rays).clamp_min(0).sqrt() + 2 / num_rays
     assert ((counts / num_rays - probs).abs() <= bound).all()
@@ -115,7 +117,7 @@ def test_active_set_and_gradients_equal_the_loop_over_samples(estimator, select,
     num_layers, num_experts, batch = 3, 3, 6
     routing = RoutingNetwork(num_layers, num_experts).double()
     entry = entries(batch, num_experts, torch.float64).requires_grad_()
-    found = activation_sequence(
+    route = activation_sequence(
         routing,
         entry,
         select=select,
@@ -124,9 +126,11 @@ def test_active_set_and_gradients_equal_the_loop_over_samples(estimator, select,
         max_experts=max_experts,
         generator=generator(),
     )
-    seen = torch.randn(2, batch, num_layers, num_experts, dtype=torch.float64)
+    factors = torch.randn(2, batch, num_layers, num_experts, dtype=torch.float64)
     inputs = [entry, *routing.parameters()]
-    loss = (found.active * seen[0]).sum() + (found.rates.nodes * seen[1]).sum() + found.rates.output.square().sum()
+    loss = (
+        (route.active * factors[0]).sum() + (route.rates.nodes * factors[1]).sum() + route.rates.output.square().sum()
+    )
     fast = torch.autograd.grad(loss, inputs)
 
     noise = [None] * batch
@@ -134,7 +138,7 @@ def test_active_set_and_gradients_equal_the_loop_over_samples(estimator, select,
         seed, rows = new_seed(generator(), torch.device("cpu")), torch.arange(batch)
         noise = torch.stack([exponential(seed, rows, t, num_layers * num_experts + 1) for t in range(10)], 1)
     slow_loss = torch.zeros((), dtype=torch.float64)
-    for b, nodes in enumerate(orders(found.nodes)):
+    for b, nodes in enumerate(orders(route.nodes)):
         if select == "greedy":
             expected, stopped = greedy_of_one(routing, entry[b], max_experts)
             assert list(nodes) == expected
@@ -145,9 +149,9 @@ def test_active_set_and_gradients_equal_the_loop_over_samples(estimator, select,
         )
         rates, output = rates_of_one(routing, entry[b], active)
         stacked = torch.stack([torch.stack(layer) for layer in active])
-        assert torch.allclose(stacked, found.active[b], atol=1e-12)
+        assert torch.allclose(stacked, route.active[b], atol=1e-12)
         rates = torch.stack([torch.stack(layer) for layer in rates])
-        slow_loss = slow_loss + (stacked * seen[0, b]).sum() + (rates * seen[1, b]).sum() + output.square()
+        slow_loss = slow_loss + (stacked * factors[0, b]).sum() + (rates * factors[1, b]).sum() + output.square()
     slow = torch.autograd.grad(slow_loss, inputs, materialize_grads=True)
     for a, b in zip(fast, slow, strict=True):
         assert torch.allclose(a, b, rtol=1e-8, atol=1e-10)
@@ -162,36 +166,36 @@ def test_greedy_by_drawing_equals_greedy_by_dominance(grid, estimator):
     entry.requires_grad_()
     results = []
     for stop in STOPS[:2]:
-        found = activation_sequence(routing, entry, select="greedy", stop=stop, estimator=estimator)
-        (grad,) = torch.autograd.grad((found.active * torch.arange(num_experts)).sum(), entry)
-        results.append((found.nodes, found.active, grad))
+        route = activation_sequence(routing, entry, select="greedy", stop=stop, estimator=estimator)
+        (grad,) = torch.autograd.grad((route.active * torch.arange(num_experts)).sum(), entry)
+        results.append((route.nodes, route.active, grad))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("counts", [0.1, 0.5, 1.0, 3.0])
-def test_a_number_ends_greedily_just_when_so_much_of_the_outputs_rate_exceeds_every_candidate(counts):
+@pytest.mark.parametrize("weight", [0.1, 0.5, 1.0, 3.0])
+def test_a_stop_weight_ends_a_greedy_sequence_when_the_weighted_output_rate_is_the_largest(weight):
     routing, entry = RoutingNetwork(3, 4).double(), entries(100, 4, torch.float64)
-    found = activation_sequence(routing, entry, select="greedy", stop=counts)
-    assert found.num_active.unique().numel() > 1
-    for b, nodes in enumerate(orders(found.nodes)):
+    route = activation_sequence(routing, entry, select="greedy", stop=weight)
+    assert route.num_active.unique().numel() > 1
+    for b, nodes in enumerate(orders(route.nodes)):
         for count in range(len(nodes) + 1):
             active = [[float(l * 4 + i in nodes[:count]) for i in range(4)] for l in range(3)]
             rates, output = rates_of_one(routing, entry[b], active)
-            rivals = [r for l in range(3) for i, r in enumerate(rates[l]) if not active[l][i]]
-            assert (counts * output > max(rivals, default=0)) == (count == len(nodes))
+            others = [r for l in range(3) for i, r in enumerate(rates[l]) if not active[l][i]]
+            assert (weight * output > max(others, default=0)) == (count == len(nodes))
 
 
-def test_a_number_draws_the_output_so_much_less_often():
-    # One layer: once a node of rate 1/4 is active, the output has as much, beside three nodes of 1/4 each.
+def test_a_stop_weight_scales_the_probability_of_the_output_node():
+    # One layer: with one active node of rate 1/4, the output node has the rate 1/4, as each of the other three nodes.
     entry = torch.full((40_000, 4), 0.25)
-    for counts in (0.2, 1.0, 5.0):
-        found = activation_sequence(RoutingNetwork(1, 4), entry, stop=counts, max_experts=2, generator=generator())
-        ended, expected = (found.num_active == 1).double().mean().item(), counts / (counts + 3)
+    for weight in (0.2, 1.0, 5.0):
+        route = activation_sequence(RoutingNetwork(1, 4), entry, stop=weight, max_experts=2, generator=generator())
+        ended, expected = (route.num_active == 1).double().mean().item(), weight / (weight + 3)
         assert abs(ended - expected) < 4 * (expected * (1 - expected) / 40_000) ** 0.5
 
 
-def test_a_grid_of_one_layer_goes_on_where_the_output_counts_little():
+def test_a_small_stop_weight_continues_in_a_grid_of_one_layer():
     entry = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
     lengths = [
         activation_sequence(RoutingNetwork(1, 4), entry, select="greedy", stop=stop).num_active.item()
@@ -201,31 +205,31 @@ def test_a_grid_of_one_layer_goes_on_where_the_output_counts_little():
 
 
 @pytest.mark.parametrize("stop", [0, -1.0, float("inf"), float("nan"), True, None])
-def test_a_number_that_ends_nothing_is_refused(stop):
-    with pytest.raises(ValueError, match=r"stop=.*: must be drawn, dominant, or what the output node's rate counts"):
+def test_an_invalid_stop_weight_is_refused(stop):
+    with pytest.raises(ValueError, match=r"stop=.*: must be drawn, dominant, or a number above 0"):
         activation_sequence(RoutingNetwork(1, 4), entries(2, 4), stop=stop)
 
 
-def test_sampling_by_dominance_stops_just_when_the_output_exceeds_every_candidate():
+def test_sampling_by_dominance_stops_when_the_output_node_exceeds_every_candidate():
     routing, entry = RoutingNetwork(3, 4).double(), entries(200, 4, torch.float64)
-    found = activation_sequence(routing, entry, stop="dominant", generator=generator())
-    for b, nodes in enumerate(orders(found.nodes)):
+    route = activation_sequence(routing, entry, stop="dominant", generator=generator())
+    for b, nodes in enumerate(orders(route.nodes)):
         for count in range(len(nodes) + 1):
             active = [[float(l * 4 + i in nodes[:count]) for i in range(4)] for l in range(3)]
             rates, output = rates_of_one(routing, entry[b], active)
-            rivals = [r for l in range(3) for i, r in enumerate(rates[l]) if not active[l][i]]
-            assert (output > max(rivals, default=0)) == (count == len(nodes))
+            others = [r for l in range(3) for i, r in enumerate(rates[l]) if not active[l][i]]
+            assert (output > max(others, default=0)) == (count == len(nodes))
 
 
 @pytest.mark.parametrize("select", SELECTS)
-def test_an_output_that_only_equals_a_candidate_does_not_dominate_it(select):
-    # One of two equal nodes is active: what it absorbed goes to the output, which then has just the rate of the other.
-    found = activation_sequence(RoutingNetwork(1, 2), torch.tensor([[0.5, 0.5]]), select=select, stop="dominant")
-    assert sorted(orders(found.nodes)[0]) == [0, 1]
+def test_an_output_node_equal_to_a_candidate_does_not_dominate_it(select):
+    # One of two equal nodes is active: its rate goes to the output node, which then equals the other node.
+    route = activation_sequence(RoutingNetwork(1, 2), torch.tensor([[0.5, 0.5]]), select=select, stop="dominant")
+    assert sorted(orders(route.nodes)[0]) == [0, 1]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_same_generator_state_same_result_and_the_next_call_differs(estimator):
+def test_the_same_generator_state_gives_the_same_result_and_the_next_call_another(estimator):
     routing, entry, g = RoutingNetwork(4, 8), entries(64, 8), generator()
     first = activation_sequence(routing, entry, estimator=estimator, generator=g)
     second = activation_sequence(routing, entry, estimator=estimator, generator=g)
@@ -236,7 +240,7 @@ def test_same_generator_state_same_result_and_the_next_call_differs(estimator):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("select", SELECTS)
-def test_order_and_split_of_a_batch_change_nothing(estimator, select):
+def test_the_order_and_size_of_a_batch_do_not_change_a_sequence(estimator, select):
     routing, entry = RoutingNetwork(4, 8).double(), entries(50, 8, torch.float64)
     rows = torch.arange(50)
 
@@ -265,18 +269,18 @@ def test_a_budget_cuts_the_same_sequence_short():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("select", SELECTS)
-def test_rates_that_underflow_leave_values_and_gradients_finite(scale, dtype, estimator, select):
+def test_values_and_gradients_are_finite_if_rates_underflow(scale, dtype, estimator, select):
     routing = RoutingNetwork(4, 5).to(dtype)
     with torch.no_grad():
         for weight in routing.parameters():
             weight.mul_(scale)
     entry = (torch.randn(40, 5, dtype=dtype) * 50).softmax(-1).requires_grad_()
-    found = activation_sequence(routing, entry, select=select, estimator=estimator, generator=generator())
-    loss = found.active.sum() + found.rates.nodes.square().sum() + found.rates.output.sum()
+    route = activation_sequence(routing, entry, select=select, estimator=estimator, generator=generator())
+    loss = route.active.sum() + route.rates.nodes.square().sum() + route.rates.output.sum()
     for value in (
-        found.active,
-        found.rates.nodes,
-        found.rates.output,
+        route.active,
+        route.rates.nodes,
+        route.rates.output,
         *torch.autograd.grad(loss, [entry, *routing.parameters()]),
     ):
         assert value.isfinite().all()
@@ -288,10 +292,10 @@ def test_rates_that_underflow_leave_values_and_gradients_finite(scale, dtype, es
 @pytest.mark.parametrize("select", SELECTS)
 def test_the_smallest_grids_and_an_empty_batch_work(num_layers, num_experts, batch, select):
     routing, entry = RoutingNetwork(num_layers, num_experts), entries(batch, num_experts).requires_grad_()
-    found = activation_sequence(routing, entry, select=select)
-    assert found.nodes.shape == (batch, num_layers * num_experts)
-    assert found.active.shape == found.rates.nodes.shape == (batch, num_layers, num_experts)
-    (found.active.sum() + found.rates.nodes.sum()).backward()
+    route = activation_sequence(routing, entry, select=select)
+    assert route.nodes.shape == (batch, num_layers * num_experts)
+    assert route.active.shape == route.rates.nodes.shape == (batch, num_layers, num_experts)
+    (route.active.sum() + route.rates.nodes.sum()).backward()
     assert entry.grad.isfinite().all()
 
 
@@ -301,15 +305,15 @@ def test_the_mask_of_an_empty_layer_gets_the_gradient_of_its_first_expert(weight
     weights = WEIGHTINGS[weighting](active, rates)
     assert (weights == 0).all()
     (grad,) = torch.autograd.grad(weights.sum(), active)
-    assert (grad == 1).all()  # alone in its layer an expert has the weight 1, whatever its rate
+    assert (grad == 1).all()  # the only expert of a layer has weight 1 at any rate
 
 
 def test_half_precision_entries_give_rates_in_float32():
-    found = activation_sequence(RoutingNetwork(3, 4), entries(8, 4).half(), select="greedy")
-    assert found.rates.nodes.dtype == found.active.dtype == torch.float32
+    route = activation_sequence(RoutingNetwork(3, 4), entries(8, 4).half(), select="greedy")
+    assert route.rates.nodes.dtype == route.active.dtype == torch.float32
 
 
-def test_types_name_the_words_that_are_taken():
+def test_the_literal_types_list_the_accepted_values():
     assert get_args(Select) == SELECTS
     assert get_args(get_args(Stop)[0]) == STOPS[:2]
     assert set(get_args(Estimator)) == {*GRADIENTS, "none"}
@@ -330,41 +334,40 @@ def test_types_name_the_words_that_are_taken():
         ({"rows": torch.arange(4)}, r"rows has shape \(4,\): must be \(3,\)"),
     ],
 )
-def test_bad_options_are_named_with_their_value_and_the_rule(options, message):
+def test_invalid_options_are_refused_with_name_value_and_rule(options, message):
     with pytest.raises(ValueError, match=message):
         activation_sequence(RoutingNetwork(2, 3), entries(3, 3), **options)
 
 
-def test_the_loss_on_stops_by_hand():
-    """Of a target of 4 the easiest is to take 1.6 and the hardest 6.4; within half an expert nobody is asked to move."""
+def test_stop_losses_by_hand():
+    """With a target of 4 the easiest sample has 1.6 and the hardest 6.4; within half an expert the loss is 0."""
     rates = [0.5, 0.25, 0.9, 0.2, 0.0, 1.0]
-    lengths, easier = [4, 1, 6, 3, 3, 5], [0.0, 0.5, 1.0, 0.5, 0.0, 1.0]  # due: 1.6, 4, 6.4, 4, 1.6, 6.4
+    lengths, easier = [4, 1, 6, 3, 3, 5], [0.0, 0.5, 1.0, 0.5, 0.0, 1.0]  # targets: 1.6, 4, 6.4, 4, 1.6, 6.4
     route = Route(
         torch.zeros(6, 1, 1), None, torch.tensor(lengths), Rates(torch.zeros(6, 1, 1), torch.tensor(rates).double())
     )
-    told = stop_losses(route, torch.tensor(easier).double(), 4.0).tolist()
+    losses = stop_losses(route, torch.tensor(easier).double(), 4.0).tolist()
     expected = [-math.log(0.5), -math.log(0.75), 0.0, -math.log(0.8), -math.log(1e-6), -math.log(1e-6)]
-    assert told == pytest.approx(expected, rel=1e-6)
+    assert losses == pytest.approx(expected, rel=1e-6)
     near = Route(torch.zeros(2, 1, 1), None, torch.tensor([2, 1]), Rates(torch.zeros(2, 1, 1), torch.full((2,), 0.5)))
-    assert stop_losses(near, torch.tensor([0.5, 0.5]), 1.5).tolist() == [0.0, 0.0]  # half an expert over, and under
+    # half an expert above and below the target
+    assert stop_losses(near, torch.tensor([0.5, 0.5]), 1.5).tolist() == [0.0, 0.0]
 
 
-def test_what_gates_see_decides_where_a_sequence_goes():
+def test_input_logits_determine_the_next_node():
     routing, entry = RoutingNetwork(2, 3), torch.tensor([[0.8, 0.15, 0.05]] * 3)
-    sight = torch.zeros(3, 1, 3, 4)
-    sight[0, 0, 0, 3], sight[1, 0, 0, 1], sight[2, 0, 0, 2] = (
-        90.0,
-        90.0,
-        90.0,
-    )  # to the output; to a node below; to another
-    found = activation_sequence(routing, entry, select="greedy", sight=sight, max_experts=2)
-    assert orders(found.nodes) == [(0,), (0, 4), (0, 5)]
+    input_logits = torch.zeros(3, 1, 3, 4)
+    input_logits[0, 0, 0, 3] = 90.0  # to the output node
+    input_logits[1, 0, 0, 1] = 90.0  # to node 1 of the next layer
+    input_logits[2, 0, 0, 2] = 90.0  # to node 2 of the next layer
+    route = activation_sequence(routing, entry, select="greedy", input_logits=input_logits, max_experts=2)
+    assert orders(route.nodes) == [(0,), (0, 4), (0, 5)]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_no_step_at_all_has_a_gradient_of_zero_all_the_same(estimator):
+def test_a_sequence_without_steps_has_a_zero_gradient(estimator):
     entry = entries(3, 4).requires_grad_()
-    found = activation_sequence(RoutingNetwork(2, 4), entry, estimator=estimator, max_experts=0)
-    (grad,) = torch.autograd.grad(found.active.sum(), entry)
+    route = activation_sequence(RoutingNetwork(2, 4), entry, estimator=estimator, max_experts=0)
+    (grad,) = torch.autograd.grad(route.active.sum(), entry)
     assert torch.equal(grad, torch.zeros_like(entry))
-    assert torch.equal(found.active, torch.zeros_like(found.active))
+    assert torch.equal(route.active, torch.zeros_like(route.active))

@@ -1,10 +1,11 @@
-"""Hidden vectors of any leading shape, numbers for their draws, and padding that nobody notices."""
+"""Hidden vectors of any leading shape, numbers for their draws, and padding that changes nothing."""
 
 import pytest
 import torch
 from torch import nn
 
 from raytraced import HiddenOnly, RaytracedExperts, activation_sequence, build
+from raytraced.experts import Stream
 from raytraced.layer import routed_layer
 from raytraced.routers.ada_k import AdaK
 from raytraced.routers.aux_free import AuxFree
@@ -17,10 +18,10 @@ from raytraced.routers.threshold import Threshold
 from raytraced.routers.top_any import TopAny
 from raytraced.routers.top_k import TopK
 
-STREAMS = ("residual", "skip-sum", "last")
+STREAMS = tuple(Stream)
 LAYERS = {
-    "raytraced": lambda **options: RaytracedExperts(6, 3, 4, train_select="sample", reach=0.0, **options),
-    "raytraced-gumbel": lambda **o: RaytracedExperts(6, 3, 4, train_select="sample", estimator="gumbel", reach=0.0, **o),
+    "raytraced": lambda **options: RaytracedExperts(6, 3, 4, train_select="sample", output_logit_offset=0.0, **options),
+    "raytraced-gumbel": lambda **o: RaytracedExperts(6, 3, 4, train_select="sample", estimator="gumbel", output_logit_offset=0.0, **o),
     "raytraced-all": lambda **options: RaytracedExperts(6, 3, 4, mask_gradient="all", **options),
     "dense": lambda **options: DenseBlocks(6, 3, **options),
     "top-k": lambda **options: routed_layer(TopK, 6, 3, 4, balance=0.5, **options),
@@ -46,10 +47,10 @@ def seeded():
 
 def fields(out):
     """Everything a layer tells, by name."""
-    told = out.route._asdict()
-    rates = told.pop("rates")
-    told |= {} if rates is None else {"rates of nodes": rates.nodes, "rate of output": rates.output}
-    return {"hidden": out.hidden} | {name: value for name, value in told.items() if value is not None}
+    fields = out.route._asdict()
+    rates = fields.pop("rates")
+    fields |= {} if rates is None else {"rates of nodes": rates.nodes, "rate of output": rates.output}
+    return {"hidden": out.hidden} | {name: value for name, value in fields.items() if value is not None}
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -122,15 +123,15 @@ def test_padding_has_no_say_in_losses_biases_and_gradients(name, training, strea
         case.layer.buffers(), case.other.buffers(), strict=True
     ):  # aux-free's bias, ada-k's counter
         assert torch.equal(buffer, other)
-    assert (out.loss is None, out.judge is None) == (real.loss is None, real.judge is None)
+    assert (out.loss is None, out.policy_loss_fn is None) == (real.loss is None, real.policy_loss_fn is None)
     probe, losses = torch.randn(4, 5, 6, dtype=torch.float64), torch.rand(4, 5, dtype=torch.float64)
     ours, theirs = (out.hidden * probe).sum(), (real.hidden * probe[mask]).sum()
     if out.loss is not None:
         assert torch.equal(out.loss, real.loss)
         ours, theirs = ours + out.loss, theirs + real.loss
-    if out.judge is not None:
-        assert torch.equal(out.judge(losses.flatten()), real.judge(losses[mask]))
-        ours, theirs = ours + out.judge(losses.flatten()), theirs + real.judge(losses[mask])
+    if out.policy_loss_fn is not None:
+        assert torch.equal(out.policy_loss_fn(losses.flatten()), real.policy_loss_fn(losses[mask]))
+        ours, theirs = ours + out.policy_loss_fn(losses.flatten()), theirs + real.policy_loss_fn(losses[mask])
     ours = torch.autograd.grad(ours, [case.hidden, *case.layer.parameters()], materialize_grads=True)
     theirs = torch.autograd.grad(theirs, [case.hidden, *case.other.parameters()], materialize_grads=True)
     assert torch.equal(ours[0][~mask], probe[~mask] if stream == "residual" else 0 * probe[~mask])
@@ -230,8 +231,8 @@ def test_a_seed_for_a_generator_is_refused_by_models_and_functions_too(name):
         lambda **options: build("mre", image_shape=(1, 4, 4), num_classes=3, dim=32, **options),
     ],
 )
-def test_a_module_where_a_factory_is_needed_is_told_with_the_remedy(make_layer):
-    message = r"^expert=Linear\(…\): must be a factory, one module a node; give lambda: Linear\(…\)$"
+def test_a_module_where_a_factory_is_needed_is_refused_with_the_remedy(make_layer):
+    message = r"^expert=Linear\(…\): must be a factory, called once per node; give lambda: Linear\(…\)$"
     with pytest.raises(ValueError, match=message):
         make_layer(expert=nn.Linear(32, 32))
     assert make_layer(expert=lambda: nn.Linear(32, 32))

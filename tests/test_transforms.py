@@ -9,15 +9,15 @@ from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from raytraced import PAPER, RaytracedExperts, operations
+from raytraced import PAPER, RaytracedExperts, kernels
+from raytraced.kernels import cpp_gradients
 from raytraced.layer import routed_layer
-from raytraced.operations import cpp_gradients
 from raytraced.routers.chain import ChainOfExperts
 from raytraced.routers.threshold import Threshold
 from raytraced.routers.top_any import TopAny
 from raytraced.routers.top_k import TopK
 
-LIBRARY_IS_CHOSEN = operations.available() and not os.environ.get("RAYTRACED_OPERATIONS")
+LIBRARY_IS_CHOSEN = kernels.available() and not os.environ.get("RAYTRACED_KERNELS")
 
 # What PyTorch says of itself: torch.jit.trace is old, forward derivatives are made by torch.jit.script.
 pytestmark = [
@@ -32,7 +32,7 @@ def own_expert():
 
 EXPERTS = {"mlp": None, "own": own_expert}
 LAYERS = {
-    "raytraced": lambda **options: RaytracedExperts(6, 3, 4, reach=0.0, **options),
+    "raytraced": lambda **options: RaytracedExperts(6, 3, 4, output_logit_offset=0.0, **options),
     "paper": lambda **options: RaytracedExperts(6, 3, 4, **PAPER, **options),
     "straight-through": lambda **o: RaytracedExperts(6, 3, 4, estimator="straight-through", stop="dominant", **o),
     "top-k": lambda **options: routed_layer(TopK, 6, 3, 4, **options),
@@ -99,7 +99,7 @@ def assert_alike(found, wanted, atol=1e-10):
 def test_compiled_whole_it_gives_the_same_values_and_gradients(name, experts, path):
     layer = make(name, experts, training=name in RAYTRACED)
     torch._dynamo.reset()
-    with operations.use(path):
+    with kernels.use(path):
         block = Hidden(layer)
         whole = torch.compile(block, backend="aot_eager", fullgraph=True)
         found = values_and_gradients(layer, whole, vectors())
@@ -112,7 +112,7 @@ def test_exported_it_gives_the_same_values(name, experts, path):
     block = Hidden(make(name, experts))
     fixed = name not in RAYTRACED  # routers that are asked step by step are exported for one size
     sizes = {"x": {} if fixed else {0: torch.export.Dim("batch", min=1)}}
-    with operations.use(path), torch.no_grad():
+    with kernels.use(path), torch.no_grad():
         exported = torch.export.export(block, (vectors(7),), dynamic_shapes=sizes).module()
         for num in (7,) if fixed else (1, 7, 90):
             torch.testing.assert_close(exported(vectors(num)), block(vectors(num)), rtol=0, atol=1e-10)
@@ -123,18 +123,18 @@ def test_compiled_experts_of_ones_own_all_run_and_the_table_says_why(monkeypatch
     active = torch.ones(7, 3, 4, dtype=torch.float64)
     whole = (layer.experts, x, active, active, "residual")
     part = (layer.experts.unstacked()[1], x, active[:, 1:2], active[:, 1:2], "last")
-    assert operations.experts.explain(*whole).name == "sparse"
-    assert operations.experts.explain(*part).name == "sparse"
+    assert kernels.experts.explain(*whole).name == "sparse"
+    assert kernels.experts.explain(*part).name == "sparse"
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     for args in (whole, part):
-        implementation, reason = operations.experts.explain(*args)
+        implementation, reason = kernels.experts.explain(*args)
         assert implementation == "dense"
-        why = "not sparse: who is active cannot be looked at (compiled, exported, vmap, meta): all run, masked"
+        why = "not sparse: the mask has no readable values (compiled, exported, vmap, meta): all experts run, masked"
         assert why in reason.split("; ")
 
 
 @every_expert
-@pytest.mark.parametrize("name", [name for name in LAYERS if name != "top-any"])  # its router looks at values
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "top-any"])  # its router reads values
 def test_mapped_over_vectors_each_gets_its_own_answer_and_gradient(name, experts):
     layer, x = make(name, experts), vectors()
 
@@ -195,19 +195,17 @@ def second_derivative(layer, x):
 @pytest.mark.parametrize("name", ["raytraced", "top-k"])
 def test_second_derivatives_come_from_the_plain_path(name, experts):
     layer, x = make(name, experts), vectors(3)
-    with operations.use("plain"):
+    with kernels.use("plain"):
         found = second_derivative(layer, x)[1]
     wanted = grad(lambda x: grad(lambda x: layer(x).hidden.square().sum())(x).sin().sum())(x)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
-@pytest.mark.skipif(not LIBRARY_IS_CHOSEN, reason="the compiled operations are not there, or turned off")
+@pytest.mark.skipif(not LIBRARY_IS_CHOSEN, reason="the compiled kernels are not there, or turned off")
 @pytest.mark.parametrize(("name", "experts"), [("raytraced", "mlp"), ("raytraced", "own"), ("top-k", "mlp")])
 def test_compiled_operations_refuse_second_derivatives_rather_than_take_them_for_zero(name, experts):
     layer, x = make(name, experts), vectors(3)
-    message = (
-        r"^second derivatives: the compiled operations have none; run the layer inside `with raytraced.operations.use"
-    )
+    message = r"^second derivatives: the compiled kernels have none; run the layer inside `with raytraced.kernels.use"
     with pytest.raises(NotImplementedError, match=message):
         second_derivative(layer, x)
     y = x.clone().requires_grad_()
@@ -217,7 +215,7 @@ def test_compiled_operations_refuse_second_derivatives_rather_than_take_them_for
     assert torch.equal(kept.detach(), first)
 
 
-@pytest.mark.skipif(not LIBRARY_IS_CHOSEN, reason="the compiled operations are not there, or turned off")
+@pytest.mark.skipif(not LIBRARY_IS_CHOSEN, reason="the compiled kernels are not there, or turned off")
 @pytest.mark.parametrize("name", ["raytraced", "top-k"])
 def test_parameters_whose_gradients_have_a_place_of_their_own_refuse_second_derivatives_too(name, monkeypatch):
     monkeypatch.setattr(cpp_gradients, "_HUGE_BYTES", 0)
@@ -227,7 +225,7 @@ def test_parameters_whose_gradients_have_a_place_of_their_own_refuse_second_deri
     wanted = torch.autograd.grad(loss, weights, retain_graph=True)
     found = torch.autograd.grad(loss, weights, create_graph=True)
     assert_alike([each.detach() for each in found], wanted, atol=0)
-    with pytest.raises(NotImplementedError, match=r"^second derivatives: the compiled operations have none"):
+    with pytest.raises(NotImplementedError, match=r"^second derivatives: the compiled kernels have none"):
         torch.autograd.grad(sum(each.sin().sum() for each in found), weights)
 
 
@@ -242,7 +240,7 @@ def test_activation_checkpointing_changes_nothing(name, experts, path, use_reent
     def run(x):
         return checkpoint(lambda x: layer(x).hidden, x, use_reentrant=use_reentrant)
 
-    with operations.use(path):
+    with kernels.use(path):
         wanted = values_and_gradients(layer, lambda x: layer(x).hidden, x)
         if use_reentrant:  # gives gradients by backward() alone
             torch.manual_seed(5)

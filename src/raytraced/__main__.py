@@ -6,7 +6,7 @@ import sys
 def main() -> int:
     """Run one command and return its exit code."""
     try:
-        from raytraced.cli import main as run
+        from raytraced.cli.main import main as run
 
         return run()
     except KeyboardInterrupt:

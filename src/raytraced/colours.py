@@ -1,4 +1,4 @@
-"""The colours of every figure: Okabe and Ito's, which colour-blind eyes tell apart, on white and on dark."""
+"""The colours of all figures, for light and dark backgrounds: Okabe and Ito's palette for colour-blind readers."""
 
 INK, FAINT = "#222222", "#6B7280"
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"

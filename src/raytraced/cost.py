@@ -1,8 +1,7 @@
-"""What an answer costs: parameters and multiply-adds, counted sample by sample from what was activated.
+"""The cost of an answer: parameters used and multiply-adds (MACs), counted for each sample from its active experts.
 
-Only matrix products count, one multiply-add for each pair of a weight and an input that meet; additions, activations,
-softmaxes and comparisons do not, for any model. Every layer states its own work: docs/models.md says what routing is
-charged with.
+Only matrix products count, one multiply-add per product of a weight and an input. Additions, activations, softmaxes and
+comparisons are not counted, for any model. Every layer reports its own cost; docs/guides/models.md defines the cost of routing.
 """
 
 from dataclasses import dataclass
@@ -15,48 +14,66 @@ from raytraced.models.output import Model, Output, num_parameters
 
 
 class SampleCost(NamedTuple):
-    """What each answer took, (B,) or (B, T) each."""
+    """The cost of each answer; every field has the shape (B,) or (B, T)."""
 
-    experts: Tensor  # how many expert runs
-    parameters: Tensor  # how many parameters took part
-    input_multiply_adds: Tensor
-    routing_multiply_adds: Tensor
-    expert_multiply_adds: Tensor
-    head_multiply_adds: Tensor
+    experts: Tensor  # number of expert runs
+    parameters: Tensor  # number of parameters used
+    input_macs: Tensor
+    routing_macs: Tensor
+    expert_macs: Tensor
+    head_macs: Tensor
 
     @property
-    def multiply_adds(self) -> Tensor:
-        return (
-            self.input_multiply_adds + self.routing_multiply_adds + self.expert_multiply_adds + self.head_multiply_adds
-        )
+    def macs(self) -> Tensor:
+        """Multiply-adds of the input block, the routing, the experts and the head together."""
+        return self.input_macs + self.routing_macs + self.expert_macs + self.head_macs
 
 
 @dataclass(frozen=True)
-class Cost:
-    """The account of a model: its size, and means over samples."""
+class ModelCost:
+    """The size of a model, and its mean cost per sample."""
 
-    parameters: int
+    parameters: int  # of the whole model
     used_parameters: float
-    experts: float
-    multiply_adds: float
-    routing_multiply_adds: float
-    expert_multiply_adds: float
+    experts: float  # number of expert runs
+    macs: float  # multiply-adds in all
+    routing_macs: float
+    expert_macs: float
 
 
 def sample_cost(model: Model, inputs: Tensor, out: Output, mask: Tensor | None = None) -> SampleCost:
-    """What each answer of `out = model(inputs)` took; where the mask is False there is padding, which costs nothing."""
+    """Count the cost of each answer of ``out = model(inputs)``.
+
+    Args:
+        model: The model.
+        inputs: Its inputs (B, ...).
+        out: Its output for these inputs.
+        mask: False where an input is padding, which costs nothing: (B,) or (B, T), or None.
+
+    Returns:
+        SampleCost, every field (B,) or (B, T).
+    """
     real = torch.ones_like(out.num_experts) if mask is None else mask.long()
-    work = model.work(inputs, out)
-    parameters = sum((part.parameters * real for part in work.values()), torch.zeros_like(real))
-    parts = (work[name].multiply_adds * real for name in ("input", "routing", "experts", "head"))
+    cost = model.cost(inputs, out)
+    parameters = sum((part.parameters * real for part in cost.values()), torch.zeros_like(real))
+    parts = (cost[name].macs * real for name in ("input", "routing", "experts", "head"))
     return SampleCost(out.num_runs, parameters, *parts)
 
 
 @torch.no_grad()
-def measure(model: Model, inputs: Tensor, batch_size: int = 1000) -> Cost:
-    """Run a model on inputs as a user would, and account for what it did."""
+def measure(model: Model, inputs: Tensor, batch_size: int = 1000) -> ModelCost:
+    """Run a model in evaluation mode and measure its mean cost.
+
+    Args:
+        model: The model; it returns to training mode if it was in it.
+        inputs: Inputs (B, ...), at least one: the cost of an adaptive model depends on them.
+        batch_size: Number of inputs per call of the model; it does not change the result.
+
+    Returns:
+        ModelCost with means over the inputs.
+    """
     if not len(inputs):
-        raise ValueError("inputs: none given; the cost of an adaptive model depends on its inputs")
+        raise ValueError("inputs: is empty; the cost of an adaptive model depends on its inputs, give at least one")
     was_training = model.training
     model.eval()
     costs = [sample_cost(model, part, model(part)) for part in inputs.split(batch_size)]
@@ -65,5 +82,5 @@ def measure(model: Model, inputs: Tensor, batch_size: int = 1000) -> Cost:
     def mean(name: str) -> float:
         return float(torch.cat([getattr(cost, name) for cost in costs]).double().mean())
 
-    names = ("experts", "multiply_adds", "routing_multiply_adds", "expert_multiply_adds")
-    return Cost(num_parameters(model), mean("parameters"), *map(mean, names))
+    names = ("experts", "macs", "routing_macs", "expert_macs")
+    return ModelCost(num_parameters(model), mean("parameters"), *map(mean, names))

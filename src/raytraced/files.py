@@ -1,4 +1,4 @@
-"""Files that a crash cannot spoil: written whole under a temporary name, flushed, then renamed."""
+"""Files that survive a crash: written whole under a temporary name, flushed, then renamed."""
 
 import os
 import shutil
@@ -8,7 +8,12 @@ from typing import IO
 
 
 def write_file(path: Path, content: bytes | str) -> None:
-    """Write a file so that, whatever happens, its name leads to the old content or to the new one, never to a part."""
+    """Write a file so that its name always leads to the whole old content or to the whole new content.
+
+    Args:
+        path: The file.
+        content: Bytes, or text that is encoded as UTF-8.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as stream:
@@ -18,14 +23,14 @@ def write_file(path: Path, content: bytes | str) -> None:
         temporary.replace(path)
     except BaseException as error:  # Ctrl-C too
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):  # a failed write() carries no file name: tell which one it was
+        if isinstance(error, OSError):  # a failed write() has no file name
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     flush_folder(path.parent)
 
 
 def flush_folder(folder: Path) -> None:
-    """Make a rename inside the folder survive a power cut."""
+    """Flush a folder, so that a rename inside it survives a power cut."""
     if os.name == "nt":  # Windows cannot open folders
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -36,7 +41,13 @@ def flush_folder(folder: Path) -> None:
 
 
 def lock_file(file: IO[str], *, shared: bool = False, wait: bool = False) -> None:
-    """Lock an open file until it is closed, or raise BlockingIOError; Windows has no such lock, so nothing is held there."""
+    """Lock an open file until it is closed; does nothing on Windows, which has no such lock.
+
+    Args:
+        file: The open file.
+        shared: Whether other processes may hold a shared lock, too.
+        wait: Whether to wait for the lock; otherwise a lock that is held raises BlockingIOError.
+    """
     if sys.platform != "win32":
         import fcntl
 
@@ -44,6 +55,6 @@ def lock_file(file: IO[str], *, shared: bool = False, wait: bool = False) -> Non
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete temporary files and folders of a process that was killed while it wrote."""
+    """Delete the temporary files and folders that a killed process left behind."""
     for leftover in folder.glob(".*.tmp"):
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)

@@ -1,41 +1,43 @@
-"""A routed layer: a router decides who runs, a grid of experts runs; hidden vectors in and out.
+"""A routed layer: a router chooses experts for every hidden vector, a grid of experts runs them.
 
-Axes: B batch (any leading shape, flattened), L layers, S steps (layers, times the rounds of each), N experts a layer, D width.
+Axes: B batch (any leading shape, flattened), L layers, S steps (layers, times the rounds of each), N experts per layer,
+D width, n rows that are still computed.
 """
 
-from collections.abc import Callable, Generator
-from contextlib import suppress
+from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from numbers import Integral
-from typing import Any, Generic, NamedTuple, TypeVar, get_args
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
-from raytraced import operations
-from raytraced.draws import DrawsFrom, check_generator, new_seed, uniform
-from raytraced.grid import Experts, Stream, make_grid, run_stream
+from raytraced import kernels
+from raytraced.errors import require, require_one_of
+from raytraced.experts import Experts, Stream, StreamName, make_grid, run_stream
+from raytraced.rng import RandomSource, check_generator, new_seed, uniform
 from raytraced.routing import Rates
 from raytraced.sequence import Route, Select
-from raytraced.words import require, require_one_of
+
+T = TypeVar("T")
 
 
-class Work(NamedTuple):
-    """Multiply-adds and parameters that some part of a model took for each sample, or for any."""
+class Cost(NamedTuple):
+    """Multiply-adds and parameters that a part of a model used, per sample (B,) or the same for every sample."""
 
-    multiply_adds: Tensor | int
+    macs: Tensor | int
     parameters: Tensor | int
 
 
 class Choice(NamedTuple):
-    """What a router decided, for one step (B, N), or for all of them where it can plan ahead (B, S, N)."""
+    """What a router chose: for one step (B, N), or for all steps where it plans ahead (B, S, N)."""
 
     active: Tensor  # 0 or 1
-    weights: Tensor  # how much an expert's output counts, 0 where it does not run
-    loss: Tensor | None = None  # the router's own, weighted
-    route: Route | None = None  # of a plan, if there is more to tell than who is active
-    decision: Any = None  # what `Router.policy_loss` judges once the losses are known
+    weights: Tensor  # factor of each expert's output, 0 where the expert does not run
+    loss: Tensor | None = None  # the router's own loss, weighted
+    route: Route | None = None  # of a plan: order of activation and firing rates, where the router has them
+    decision: Any = None  # an argument of `Router.policy_loss`, which needs the losses that the choice led to
 
 
 class LayerOutput(NamedTuple):
@@ -43,58 +45,34 @@ class LayerOutput(NamedTuple):
 
     hidden: Tensor  # (..., D), the updated vectors
     route: Route
-    loss: Tensor | None = None  # the router's own, weighted
-    judge: Callable[[Tensor], Tensor] | None = None  # the loss of each row (B,) -> a loss for what was decided
-    given: Tensor | None = None  # what a residual stream started from
-    looks: Tensor | None = None  # (S + 1, ..., D), the vectors as they would be after 0, 1, … steps, if asked for
+    loss: Tensor | None = None  # the router's own loss, weighted
+    policy_loss_fn: Callable[[Tensor], Tensor] | None = None  # loss of each row (B,) -> loss of the router's decisions
+    residual: Tensor | None = None  # (..., D), the input that a residual stream added the experts' outputs to
+    exits: Tensor | None = None  # (S + 1, ..., D), the vectors after 0, 1, … steps, if they were asked for
 
     @property
     def update(self) -> Tensor:
-        """What the experts add, alone: for a block that stands in `x + block(norm(x))`."""
-        return self.hidden if self.given is None else self.hidden - self.given
+        """What the experts add (..., D), without the layer's input: for a block used as `x + block(norm(x))`."""
+        return self.hidden if self.residual is None else self.hidden - self.residual
 
 
 class Call(NamedTuple):
-    """What one call of a layer asks for besides its rows: how to choose, a budget, and where draws come from."""
+    """Options of one call of a layer: how experts are chosen, a budget, and the source of random numbers."""
 
     select: Select | None = None
     max_experts: int | None = None
-    generator: DrawsFrom = None
-    rows: Tensor | None = None  # (B,), None for 0 … B − 1
-    looks: bool = False
+    generator: RandomSource = None
+    rows: Tensor | None = None  # (B,), the row numbers that draws depend on; None: 0 … B − 1
+    exits: bool = False
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing is asked that only some routers can do."""
+        """Whether no option is set that only some routers support."""
         return self.select in (None, "greedy") and self.max_experts is None
 
 
-T = TypeVar("T")
-U = TypeVar("U")
-
-
-class Look(NamedTuple, Generic[T]):
-    """What there is so far, of the rows that still go on."""
-
-    out: T
-    ended: Tensor  # (n,), True where it would stay the same however long one went on
-
-
-# Sent, after each look, the rows (n,) of it that go on, None for all.
-Looks = Generator[Look[T], Tensor | None, None]
-
-
-def mapped(looks: Looks[T], change: Callable[[T], U]) -> Looks[U]:
-    """The same looks at what is made of each."""
-    with suppress(StopIteration):
-        found = next(looks)
-        while True:
-            kept_n = yield Look(change(found.out), found.ended)
-            found = looks.send(kept_n)
-
-
 class Draws:
-    """Uniform numbers for the rows of one call; a seed is taken from the generator only if a number is asked for."""
+    """Uniform numbers for the rows of one call. A seed is taken from the generator when the first number is asked for."""
 
     def __init__(self, call: Call, like_BD: Tensor) -> None:
         self.generator = call.generator
@@ -102,16 +80,42 @@ class Draws:
         self.seed: Tensor | None = None
 
     def uniform(self, step: int) -> Tensor:
-        """(B,), a pure function of the seed, the row and the step."""
+        """One number for each row (B,): a pure function of the seed, the row and the step."""
         if self.seed is None:
             self.seed = new_seed(self.generator, self.rows_B.device)
         return uniform(self.seed, self.rows_B, step)
 
+    def keep(self, rows: Tensor | slice) -> None:
+        """Go on with some of the rows."""
+        self.rows_B = self.rows_B[rows]
+
+
+class Fusable:
+    """A class whose methods may be replaced by one compiled call that does the same.
+
+    `fuses` says whether a class allows that. A subclass may change any method, so it is False there, and every step runs in
+    Python, unless the subclass sets `fuses = True` itself.
+    """
+
+    fuses: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.fuses = vars(cls).get("fuses", False)
+
 
 class Router(nn.Module):
-    """Turns hidden vectors into who runs, with which weight, and says what it cost to decide.
+    """Base class of routers: chooses which experts run for a hidden vector, and with which weight.
 
-    A router that needs to see only the layer's input gives the `plan` of all steps; any other is asked step by step.
+    A router that depends on the layer's input alone overrides `plan` and chooses for all steps at once. Any other router
+    overrides `route` and is asked step by step, with the hidden vectors that reach the step.
+
+    Args:
+        dim: Width of the hidden vectors.
+        num_layers: Number of expert layers in the grid.
+        num_experts: Number of experts per layer.
+        num_outlets: Number of outputs of each gate; 0 for a router without linear gates. Default: `num_experts`.
+        num_rounds: How often each layer's experts may run one after the other.
     """
 
     def __init__(
@@ -126,55 +130,91 @@ class Router(nn.Module):
         outlets = num_experts if num_outlets is None else num_outlets
         self.gates = nn.ModuleList(nn.Linear(dim, outlets) for _ in range(num_layers * num_rounds) if outlets)
 
+    @property
+    def num_steps(self) -> int:
+        """How many steps a hidden vector goes through."""
+        return self.num_layers * self.num_rounds
+
     def reset_parameters(self) -> None:
-        """Draw what a router has besides its gates; called once, when the experts exist."""
+        """Initialise what the router has besides its gates. Called once, after the experts were made."""
 
     def plan(self, hidden_BD: Tensor, call: Call) -> Choice | None:
-        """Who runs in all steps, or None where that must be asked step by step."""
+        """Choose for all steps.
+
+        Args:
+            hidden_BD: The layer's input (B, D).
+            call: The options of this call.
+
+        Returns:
+            A Choice of shape (B, S, N), or None if the router must be asked step by step.
+        """
         if not call.is_default:
-            raise ValueError("select and max_experts: are for layers that answer along the way, this one does not")
+            raise ValueError("select and max_experts: this router supports neither; use a raytraced layer")
         return None
 
     def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:
-        """Who runs at a step, and with which weight."""
+        """Choose for one step.
+
+        Args:
+            step: Number of the step, 0 … S − 1.
+            hidden_BD: The hidden vectors that reach the step (B, D).
+            draws: Source of random numbers, reproducible per row.
+
+        Returns:
+            A Choice of shape (B, N).
+        """
         raise NotImplementedError(f"{type(self).__name__}: needs `plan` or `route`")
 
-    def policy_loss(self, decisions: list[Any], experts_B: Tensor, losses_B: Tensor) -> Tensor:
-        """The loss of decisions, given how many experts they ran and the loss of each row that they led to."""
+    def policy_loss(self, decisions: list[Any], num_active_B: Tensor, losses_B: Tensor) -> Tensor:
+        """The loss of the router's decisions.
+
+        Args:
+            decisions: `Choice.decision` of every step that has one.
+            num_active_B: How many experts ran for each row (B,).
+            losses_B: The loss of each row that the decisions led to (B,).
+        """
         raise NotImplementedError(f"{type(self).__name__}: makes decisions, so it needs `policy_loss`")
 
     def gate_logits(self, step: int, hidden_BD: Tensor) -> Tensor:
-        """What the gate of a step says (B, outlets), at least in float32."""
+        """The logits of a step's gate (B, outlets), at least in float32."""
         logits_BN: Tensor = self.gates[step](hidden_BD)
         return logits_BN.to(torch.promote_types(logits_BN.dtype, torch.float32))
 
-    def step_work(self) -> Work:
-        """What it takes to decide one step; the same for all, whatever is chosen."""
+    def step_cost(self) -> Cost:
+        """The cost of choosing for one step; the same for every step and choice."""
         if not len(self.gates):
-            return Work(0, 0)
+            return Cost(0, 0)
         weight, *rest = self.gates[0].parameters()
-        return Work(weight.numel(), weight.numel() + sum(parameter.numel() for parameter in rest))
+        return Cost(weight.numel(), weight.numel() + sum(parameter.numel() for parameter in rest))
 
-    def work(self, route: Route, num_steps: Tensor | None = None) -> Work:
-        """What it took to decide for each sample: all steps, or the first `num_steps` (B,)."""
-        steps = self.num_layers * self.num_rounds if num_steps is None else num_steps
-        return Work(*(part * steps for part in self.step_work()))
+    def cost(self, route: Route, num_steps: Tensor | None = None) -> Cost:
+        """The cost of choosing for each sample: all steps, or the first `num_steps` (B,)."""
+        steps = self.num_steps if num_steps is None else num_steps
+        return Cost(*(part * steps for part in self.step_cost()))
 
     def extra_repr(self) -> str:
-        """Its options, as far as it keeps them under their names."""
+        """The keyword options that the router keeps under their names."""
         options = (name for name, each in signature(type(self)).parameters.items() if each.kind == each.KEYWORD_ONLY)
         return ", ".join(f"{name}={getattr(self, name)}" for name in options if hasattr(self, name))
 
 
 class RoutedLayer(nn.Module):
-    """A router, a grid of experts and the stream that carries hidden vectors (..., D) through it."""
+    """A router, a grid of experts, and the stream that carries hidden vectors through the grid.
+
+    Args:
+        router: Chooses the experts of every vector.
+        experts: The grid of experts.
+        dim: Width of the input and output vectors.
+        stream: How vectors pass from one layer of experts to the next: "residual", "skip-sum" or "last"; see
+            `raytraced.experts.Stream`.
+    """
 
     answers_along_the_way = False
 
-    def __init__(self, router: Router, experts: Experts, dim: int, *, stream: Stream = "residual") -> None:
+    def __init__(self, router: Router, experts: Experts, dim: int, *, stream: StreamName = "residual") -> None:
         super().__init__()
-        require_one_of("stream", stream, get_args(Stream))
-        self.dim, self.stream = dim, stream
+        require_one_of("stream", stream, get_args(StreamName))
+        self.dim, self.stream = dim, Stream(stream)
         self.router, self.experts = router, experts
         router.reset_parameters()
 
@@ -184,35 +224,45 @@ class RoutedLayer(nn.Module):
         *,
         select: Select | None = None,
         max_experts: int | None = None,
-        generator: DrawsFrom = None,
+        generator: RandomSource = None,
         rows: Tensor | None = None,
         mask: Tensor | None = None,
-        looks: bool = False,
+        exits: bool = False,
     ) -> LayerOutput:
-        """Decide who runs and run it; vectors whose mask (...) is False pass by: no routing, no load, no cost.
+        """Choose experts for every vector and run them.
 
-        What a vector draws follows from the generator's seed and its number in `rows` (...) alone (default: 0, 1, 2, …).
-        `select` is how raytraced layers choose: "sample" or "greedy"; they run at most `max_experts` experts a vector.
-        `looks` asks for the vectors before the first step and after each.
+        Args:
+            hidden: Input vectors (..., D).
+            select: How raytraced layers choose the next node: "greedy" (the most probable) or "sample". Default: greedy in
+                evaluation, the layer's `train_select` in training.
+            max_experts: Raytraced layers run at most this many experts per vector. Default: no limit.
+            generator: Source of random numbers. Default: PyTorch's global generator.
+            rows: Row number of each vector (...). What a vector draws depends on the generator's seed and on this number
+                alone. Default: 0, 1, 2, …
+            mask: (...), bool. Vectors where it is False pass through unchanged: no routing, no load, no cost.
+            exits: Whether to return the vectors before the first step and after each step too.
+
+        Returns:
+            LayerOutput with `hidden` (..., D), `update` (..., D), `route` and, if asked for, `exits` (S + 1, ..., D).
         """
-        call = Call(select, max_experts, generator, rows, looks)
-        if hidden.ndim == 2 and mask is None:  # nothing to put in place: one image waits for every call
+        call = Call(select, max_experts, generator, rows, exits)
+        if hidden.ndim == 2 and mask is None:  # Hot path at batch size 1: no reshaping.
             self.check(hidden)
             check_generator(generator)
             if rows is not None:
                 call = call._replace(rows=flat("rows", rows, hidden.shape[:1]))
-            out, route, loss, judge, _, seen = self.run(hidden, call)
-            return LayerOutput(out, route, loss, judge, hidden if self.stream == "residual" else None, seen)
+            out = self.run(hidden, call)
+            return out._replace(residual=hidden) if self.stream.adds_input else out
         hidden_BD, call, put_back = self.as_rows(hidden, call, mask)
         return put_back(self.run(hidden_BD, call))
 
     def as_rows(
         self, hidden: Tensor, call: Call, mask: Tensor | None
     ) -> tuple[Tensor, Call, Callable[[LayerOutput], LayerOutput]]:
-        """The vectors that a mask leaves, as rows (B, D), the call for them, and how to put what came of them in place."""
+        """The vectors that the mask keeps as rows (B, D), the call for them, and a function that restores the shape."""
         self.check(hidden)
         check_generator(call.generator)
-        shape, given = hidden.shape[:-1], hidden if self.stream == "residual" else None
+        shape, residual = hidden.shape[:-1], hidden if self.stream.adds_input else None
         hidden_BD, rows_B = hidden.reshape(-1, self.dim), flat("rows", call.rows, shape)
         if mask is None:
             kept_n = None
@@ -223,89 +273,51 @@ class RoutedLayer(nn.Module):
         def put_back(out: LayerOutput) -> LayerOutput:
             if kept_n is not None:
                 out = _spread(out, kept_n, hidden_BD, self.stream)
-            seen = None if out.looks is None else out.looks.view(len(out.looks), *hidden.shape)
+            exits = None if out.exits is None else out.exits.view(len(out.exits), *hidden.shape)
             route = _shaped(out.route, shape)
-            return out._replace(hidden=out.hidden.view(hidden.shape), route=route, given=given, looks=seen)
+            return out._replace(hidden=out.hidden.view(hidden.shape), route=route, residual=residual, exits=exits)
 
         return hidden_BD if kept_n is None else hidden_BD[kept_n], call._replace(rows=rows_B), put_back
 
     def run(self, hidden_BD: Tensor, call: Call) -> LayerOutput:
-        """Rows (B, D) through the grid: all at once where the router has a plan, else layer by layer."""
+        """Rows (B, D) through the grid: all steps at once where the router plans ahead, else step by step."""
         plan = self.router.plan(hidden_BD, call)
         if plan is not None:
-            answer = operations.experts(self.experts, hidden_BD, plan.active, plan.weights, self.stream, call.looks)
-            return looked(answer, call, plan.route or _unordered(plan.active), plan.loss)
-        draws, choices, layers = Draws(call, hidden_BD), [], operations.unstacked(self.experts, hidden_BD)
+            answer = kernels.experts(self.experts, hidden_BD, plan.active, plan.weights, self.stream, call.exits)
+            return make_layer_output(answer, call, plan.route or unordered_route(plan.active), plan.loss)
+        draws, layers = Draws(call, hidden_BD), kernels.unstacked(self.experts, hidden_BD)
+        choices: list[Choice] = []
 
-        def update(step: int, stream_BD: Tensor) -> Tensor:
-            choice = self.router.route(step, stream_BD, draws)
+        def update(step: int, hidden_BD: Tensor) -> Tensor:
+            choice = self.router.route(step, hidden_BD, draws)
             choices.append(choice)
-            layer = layers[step // self.router.num_rounds]
-            return operations.experts(layer, stream_BD, choice.active.unsqueeze(1), choice.weights.unsqueeze(1), "last")
+            return run_step(layers[step // self.router.num_rounds], hidden_BD, choice.active, choice.weights)
 
-        num_steps = self.router.num_layers * self.router.num_rounds
-        answer = run_stream(self.stream, num_steps, hidden_BD, update, call.looks)
-        route = _unordered(torch.stack([choice.active for choice in choices], 1))
+        answer = run_stream(self.stream, self.router.num_steps, hidden_BD, update, call.exits)
+        route = unordered_route(torch.stack([choice.active for choice in choices], 1))
         losses = [choice.loss for choice in choices if choice.loss is not None]
         decisions = [choice.decision for choice in choices if choice.decision is not None]
-        judge = partial(self.router.policy_loss, decisions, route.num_active) if decisions else None
-        return looked(answer, call, route, torch.stack(losses).sum() if losses else None, judge)
+        policy_loss_fn = partial(self.router.policy_loss, decisions, route.num_active) if decisions else None
+        return make_layer_output(answer, call, route, torch.stack(losses).sum() if losses else None, policy_loss_fn)
 
-    def looks(self, hidden_BD: Tensor, call: Call) -> Looks[LayerOutput]:
-        """The vectors after no step, after the first, the second, …, of rows that go on; nothing runs for the others."""
+    def exits(self, hidden_BD: Tensor, call: Call) -> "LayerExits":
+        """The layer's answers after no step, after the first, the second, …, for rows (B, D) that may leave on the way."""
         self.check(hidden_BD)
         check_generator(call.generator)
-        router, residual = self.router, self.stream == "residual"
-        rows_n = torch.arange(len(hidden_BD), device=hidden_BD.device) if call.rows is None else call.rows
-        answer_nD = hidden_BD if residual else torch.zeros_like(hidden_BD)
-        dtype = torch.promote_types(hidden_BD.dtype, torch.float32)
-        num_steps = router.num_layers * router.num_rounds
-        active_nSN = hidden_BD.new_zeros(len(hidden_BD), num_steps, router.num_experts, dtype=dtype)
-        going_n = torch.zeros(len(hidden_BD), dtype=torch.bool, device=hidden_BD.device)
-        kept_n = yield Look(LayerOutput(self.see(answer_nD), _unordered(active_nSN)), going_n)
-        some = slice(None) if kept_n is None else kept_n
-        hidden_nD, answer_nD, active_nSN, rows_n = (t[some] for t in (hidden_BD, answer_nD, active_nSN, rows_n))
-        call = call._replace(rows=rows_n)
-        plan, draws = router.plan(hidden_nD, call), Draws(call, hidden_nD)
-        layers = operations.unstacked(self.experts, hidden_nD)
-        nodes_nT = None if plan is None or plan.route is None else plan.route.nodes
-        for step in range(num_steps):
-            if plan is None:
-                choice = router.route(step, hidden_nD, draws)
-                chosen_nN, weights_nN = choice.active, choice.weights
-            else:
-                chosen_nN, weights_nN = plan.active[:, step], plan.weights[:, step]
-            layer = layers[step // router.num_rounds]
-            update_nD = operations.experts(layer, hidden_nD, chosen_nN.unsqueeze(1), weights_nN.unsqueeze(1), "last")
-            hidden_nD = hidden_nD + update_nD if residual else update_nD
-            answer_nD = answer_nD + update_nD if self.stream == "skip-sum" else hidden_nD
-            active_nSN = active_nSN.clone()
-            active_nSN[:, step] = chosen_nN.detach()
-            out = LayerOutput(self.see(answer_nD), _unordered(active_nSN)._replace(nodes=nodes_nT))
-            ended_n = torch.full_like(answer_nD[:, 0], step == num_steps - 1, dtype=torch.bool)
-            if plan is not None and self.stream != "last":  # empty layers change nothing
-                ended_n = plan.active[:, step + 1 :].sum((1, 2)) == 0
-            kept_n = yield Look(out, ended_n)
-            some = slice(None) if kept_n is None else kept_n
-            hidden_nD, answer_nD, active_nSN = hidden_nD[some], answer_nD[some], active_nSN[some]
-            draws.rows_B, nodes_nT = draws.rows_B[some], None if nodes_nT is None else nodes_nT[some]
-            if plan is not None:
-                plan = plan._replace(active=plan.active[some], weights=plan.weights[some])
+        return LayerExits(self, hidden_BD, call)
 
-    def see(self, hidden: Tensor) -> Tensor:
-        """The stream as those after the layer see it."""
+    def read_out(self, hidden: Tensor) -> Tensor:
+        """The vectors that whatever follows the layer gets, from those of the stream (..., D)."""
         return hidden
 
-    def work(self, route: Route, num_steps: Tensor | None = None) -> dict[str, Work]:
-        """What deciding, for `num_steps` steps or for all, and running took, for each vector."""
+    def cost(self, route: Route, num_steps: Tensor | None = None) -> dict[str, Cost]:
+        """The cost of routing, for `num_steps` steps or for all, and of the experts that ran, for each vector."""
         active = route.active.detach()
         # An expert that runs in two rounds has its parameters once.
         used = active.unflatten(-2, (-1, self.router.num_rounds)).amax(-2).sum((-1, -2)).long()
         runs = active.sum((-1, -2)).long() if route.num_runs is None else route.num_runs
-        experts = Work(
-            runs * operations.expert_multiply_adds(self.experts, self.dim), used * self.experts.num_parameters
-        )
-        return {"routing": self.router.work(route, num_steps), "experts": experts}
+        experts = Cost(runs * kernels.expert_macs(self.experts, self.dim), used * self.experts.num_parameters)
+        return {"routing": self.router.cost(route, num_steps), "experts": experts}
 
     def check(self, hidden: Tensor) -> None:
         """Refuse vectors of another width."""
@@ -314,6 +326,78 @@ class RoutedLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"stream={self.stream}"
+
+
+def run_step(layer: Any, hidden_nD: Tensor, active_nN: Tensor, weights_nN: Tensor) -> Tensor:
+    """The weighted sum of one layer's active experts (n, D)."""
+    return kernels.experts(layer, hidden_nD, active_nN.unsqueeze(1), weights_nN.unsqueeze(1), Stream.LAST)
+
+
+class Exit(NamedTuple, Generic[T]):
+    """An answer on the way, for the rows that are still computed."""
+
+    output: T
+    ended: Tensor  # (n,), True where every later exit would give the same answer
+
+
+class LayerExits:
+    """Answers of a routed layer after no step, after the first, the second, …; see `raytraced.early_exit.Exits`.
+
+    Nothing is chosen or drawn before the first `advance`, and nothing runs for rows that have left.
+    """
+
+    def __init__(self, layer: RoutedLayer, hidden_BD: Tensor, call: Call) -> None:
+        router, dtype = layer.router, torch.promote_types(hidden_BD.dtype, torch.float32)
+        self.layer, self.call, self.step = layer, call, 0
+        self.state = layer.stream.start(hidden_BD)
+        self.active_nSN = hidden_BD.new_zeros(len(hidden_BD), router.num_steps, router.num_experts, dtype=dtype)
+        self.draws = Draws(call, hidden_BD)
+        self.plan: Choice | None = None
+        self.current = self._exit(torch.zeros(len(hidden_BD), dtype=torch.bool, device=hidden_BD.device))
+
+    def advance(self, rows: Tensor | None = None) -> None:
+        """Run the next step for some of the current rows (numbers, default: all) and set `current` to its answer."""
+        require(self.step < self.layer.router.num_steps, "exits", self.step, "there is no further step; see `ended`")
+        self._keep(slice(None) if rows is None else rows)
+        if self.step == 0:
+            self._start()
+        step, router, stream = self.step, self.layer.router, self.layer.stream
+        if self.plan is None:
+            choice = router.route(step, self.state.hidden, self.draws)
+            active_nN, weights_nN = choice.active, choice.weights
+        else:
+            active_nN, weights_nN = self.plan.active[:, step], self.plan.weights[:, step]
+        update_nD = run_step(self.layers[step // router.num_rounds], self.state.hidden, active_nN, weights_nN)
+        self.state = stream.step(self.state, update_nD)
+        self.active_nSN = self.active_nSN.clone()  # earlier answers keep theirs
+        self.active_nSN[:, step] = active_nN.detach()
+        self.step = step + 1
+        ended_n = torch.full_like(update_nD[:, 0], self.step == router.num_steps, dtype=torch.bool)
+        if self.plan is not None and stream.skips_empty_layers:
+            ended_n = self.plan.active[:, self.step :].sum((1, 2)) == 0
+        self.current = self._exit(ended_n)
+
+    def _start(self) -> None:
+        """Plan all steps for the rows that take the first one."""
+        hidden_nD = self.state.hidden
+        self.plan = self.layer.router.plan(hidden_nD, self.call._replace(rows=self.draws.rows_B))
+        self.layers = kernels.unstacked(self.layer.experts, hidden_nD)
+
+    def _keep(self, rows: Tensor | slice) -> None:
+        hidden_nD, answer_nD = self.state
+        self.state = self.state._replace(hidden=hidden_nD[rows], answer=answer_nD[rows])
+        self.active_nSN = self.active_nSN[rows]
+        self.draws.keep(rows)
+        if self.plan is not None:
+            active, weights, route = self.plan.active[rows], self.plan.weights[rows], self.plan.route
+            nodes_nT = None if route is None or route.nodes is None else route.nodes[rows]
+            route = None if route is None else route._replace(nodes=nodes_nT)
+            self.plan = self.plan._replace(active=active, weights=weights, route=route)
+
+    def _exit(self, ended_n: Tensor) -> Exit[LayerOutput]:
+        nodes_nT = None if self.plan is None or self.plan.route is None else self.plan.route.nodes
+        route = unordered_route(self.active_nSN)._replace(nodes=nodes_nT)
+        return Exit(LayerOutput(self.layer.read_out(self.state.answer), route), ended_n)
 
 
 def routed_layer(
@@ -325,10 +409,25 @@ def routed_layer(
     expert: Callable[[], nn.Module] | None = None,
     hidden: int | None = None,
     num_hidden: int = 2,
-    stream: Stream = "residual",
+    stream: StreamName = "residual",
     **options: Any,
 ) -> RoutedLayer:
-    """A layer of a router, made with its own options, and a grid of experts."""
+    """Build a routed layer from a router class and a grid of experts.
+
+    Args:
+        router: The class of the router, for instance `raytraced.routers.top_k.TopK` or your own subclass of `Router`.
+        dim: Width of the input and output vectors.
+        num_layers: Number of expert layers in the grid.
+        num_experts: Number of experts per layer.
+        expert: Factory of custom experts, called once per node; each maps (n, dim) to (n, dim). Default: MLPs.
+        hidden: Inner width of the default MLP experts. Default: `dim`.
+        num_hidden: Number of hidden layers of the default MLP experts.
+        stream: How vectors pass from one layer to the next: "residual", "skip-sum" or "last".
+        **options: Keyword options of the router.
+
+    Returns:
+        The layer.
+    """
     made = router(dim, num_layers, num_experts, **options)
     return RoutedLayer(made, make_grid(dim, num_layers, num_experts, expert, hidden, num_hidden), dim, stream=stream)
 
@@ -345,48 +444,51 @@ def flat(name: str, values: Tensor | None, shape: torch.Size) -> Tensor | None:
 
 
 def flat_mask(mask: Tensor, shape: torch.Size) -> Tensor:
-    """What is no padding, for each hidden vector or sample, as (B,)."""
+    """A mask with one value for each hidden vector or sample, as (B,)."""
     require(mask.dtype == torch.bool, "mask", mask.dtype, "must be torch.bool, False where there is padding")
     flat_B = flat("mask", mask, shape)
     assert flat_B is not None
     return flat_B
 
 
-def looked(answer: Tensor, call: Call, route: Route, loss: Tensor | None = None, judge: Any = None) -> LayerOutput:
-    """What experts gave, (S + 1, B, D) after 0, 1, … steps if that was asked for, as a layer's output."""
-    hidden_BD = answer[-1] if call.looks else answer
-    return LayerOutput(hidden_BD, route, loss, judge, looks=answer if call.looks else None)
+def make_layer_output(
+    answer: Tensor, call: Call, route: Route, loss: Tensor | None = None, policy_loss_fn: Any = None
+) -> LayerOutput:
+    """A layer's output from the answer (B, D), or with `call.exits` from the answers after 0, 1, … steps (S + 1, B, D)."""
+    hidden_BD = answer[-1] if call.exits else answer
+    return LayerOutput(hidden_BD, route, loss, policy_loss_fn, exits=answer if call.exits else None)
 
 
-def _unordered(active_BSN: Tensor) -> Route:
+def unordered_route(active_BSN: Tensor) -> Route:
+    """The route of a router that has no order of activation and no firing rates."""
     return Route(active_BSN, None, active_BSN.detach().sum((-1, -2)).long(), None)
 
 
 def _shaped(route: Route, shape: torch.Size) -> Route:
-    """Give every field (B, …) the leading shape that the hidden vectors came in."""
+    """Give every field (B, …) the leading shape of the hidden vectors."""
     if len(shape) == 1:
         return route
     return _map(route, lambda field: field.unflatten(0, shape) if shape else field[0])
 
 
 def _spread(out: LayerOutput, kept_n: Tensor, hidden_BD: Tensor, stream: Stream) -> LayerOutput:
-    """What was found for some rows put among all of them; the others activated nothing."""
-    passed_BD = hidden_BD if stream == "residual" else torch.zeros_like(hidden_BD)
+    """The output for all rows, from the output for those that the mask kept; the others activated nothing."""
+    passed_BD = stream.start(hidden_BD).answer
 
     def among_all(field: Tensor) -> Tensor:
         fill = -1 if field is out.route.nodes else 0
         return field.new_full((len(hidden_BD), *field.shape[1:]), fill).index_copy(0, kept_n, field)
 
     hidden_BD = passed_BD.index_copy(0, kept_n, out.hidden.to(passed_BD.dtype))
-    seen = None
-    if out.looks is not None:
-        seen = passed_BD.expand(len(out.looks), *passed_BD.shape).index_copy(1, kept_n, out.looks.to(passed_BD.dtype))
-    judge = None if out.judge is None else lambda losses_B: out.judge(losses_B[kept_n])  # type: ignore[misc]
-    return out._replace(hidden=hidden_BD, route=_map(out.route, among_all), judge=judge, looks=seen)
+    exits = None
+    if out.exits is not None:
+        exits = passed_BD.expand(len(out.exits), *passed_BD.shape).index_copy(1, kept_n, out.exits.to(passed_BD.dtype))
+    policy_loss_fn = None if out.policy_loss_fn is None else lambda losses_B: out.policy_loss_fn(losses_B[kept_n])  # type: ignore[misc]
+    return out._replace(hidden=hidden_BD, route=_map(out.route, among_all), policy_loss_fn=policy_loss_fn, exits=exits)
 
 
 def _map(route: Route, change: Callable[[Tensor], Tensor]) -> Route:
-    """The same change to every tensor of a route."""
+    """Apply a function to every tensor of a route."""
     active, nodes, num_active, rates, num_runs = route
     return Route(
         change(active),

@@ -1,6 +1,7 @@
 """The activation sequence (the paper's Algorithm 1): which nodes a sample activates, in which order, and when it stops.
 
-Axes: B batch, L layers, N experts a layer, M = L·N nodes, K = M + 1 candidates (the nodes, then the output node), T steps.
+Axes: B batch, L layers, N experts per layer, M = L·N nodes, K = M + 1 candidates (the nodes, then the output node),
+O = N + 1 outlets of a gate, T steps.
 """
 
 from collections.abc import Callable
@@ -10,43 +11,43 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from raytraced.draws import exponential, uniform
+from raytraced.errors import check_budget, require, require_one_of
+from raytraced.rng import exponential, uniform
 from raytraced.routing import Rates, RoutingNetwork
-from raytraced.words import check_budget, require, require_one_of
 
 Select = Literal["sample", "greedy"]
 Stop = Literal["drawn", "dominant"] | float
 Estimator = Literal["reinmax", "gumbel", "straight-through", "none"]
 
-# Where a look at values waits for all that is queued, steps are not ended early: a fixed number of them can be captured whole.
+# On these devices reading a value waits for all queued work: the number of steps is fixed, so that they can be captured.
 FIXED_STEPS_ON = {"cuda"}
 
-# A rate below this has the log-derivative of this: 1/P of a rate that underflows would drown every other gradient.
+# Lower bound of P in the derivative 1/P of log P: a rate that underflows would otherwise dominate every gradient.
 RATE_FLOOR = 1e-6
 
 
 class Route(NamedTuple):
-    """What one routed layer did: the set, the order, the count, and the firing rates under the final set.
+    """The routing result of one layer: the active set, its order, its size, and the firing rates under the final set.
 
-    The leading shape is that of the hidden vectors, (B,) or (B, T). Layers that route without an order or without rates
-    (the rivals) leave those out.
+    The leading shape is that of the hidden vectors, (B,) or (B, T). Baselines, which route without an order and without
+    firing rates, leave `nodes` and `rates` None.
     """
 
-    active: Tensor  # (B, L, N), exactly 0 or 1; its gradient goes back through every draw, if the estimator has one
-    nodes: Tensor | None  # (B, T), node ℓ·N + i in order of activation, padded with -1
-    num_active: Tensor  # (B,)
-    rates: Rates | None
-    num_runs: Tensor | None = None  # (B,), how often experts ran, where some ran again; else num_active
+    active: Tensor  # (B, L, N), exactly 0 or 1; its gradient passes through every draw, if the estimator has one
+    nodes: Tensor | None  # (B, T), nodes ℓ·N + i in order of activation, padded with -1
+    num_active: Tensor  # (B,), number of active experts
+    rates: Rates | None  # under the final active set
+    num_runs: Tensor | None = None  # (B,), number of expert runs if experts ran more than once; else num_active
 
 
-# How each estimator carries a gradient from a draw, one-hot over the candidates, back to the probabilities it came from.
-# The noise (B, K) is the exponential race's, None for a draw without one.
+# Estimators: each maps the gradient of a draw, one-hot over the candidates, to a gradient of the probabilities (B, K).
+# The noise (B, K) is that of the exponential race, None for a draw without one.
 
 
 def straight_through_gradient(
     grad_BK: Tensor, probs_BK: Tensor, draw_BK: Tensor, noise_BK: Tensor | None, temperature: float
 ) -> Tensor:
-    """The draw taken for its probabilities: the identity."""
+    """Straight-through (Bengio et al. 2013): the identity."""
     return grad_BK
 
 
@@ -101,7 +102,7 @@ class _Draw(torch.autograd.Function):
 
 
 class _DrawBothWays(_Draw):
-    """The same with a forward derivative, which torch.compile would not let pass."""
+    """`_Draw` with a forward-mode derivative, which torch.compile does not accept."""
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -110,7 +111,7 @@ class _DrawBothWays(_Draw):
 
     @staticmethod
     def jvp(ctx, tangent_BK, *others):  # type: ignore[no-untyped-def]
-        """What the estimator's gradient says of a step along the tangent: it is linear, so units give all of its matrix."""
+        """The Jacobian times the tangent. The estimator is linear in the gradient, so unit vectors give its whole matrix."""
         probs_BK, draw_BK, noise_BK = ctx.saved_tensors
         units_K1K = torch.eye(probs_BK.shape[-1], dtype=probs_BK.dtype, device=probs_BK.device)[:, None]
         matrix_KBK = _gradient(units_K1K, probs_BK, draw_BK, noise_BK, ctx.estimator, ctx.temperature)
@@ -120,7 +121,7 @@ class _DrawBothWays(_Draw):
 def _gradient(
     grad_BK: Tensor, probs_BK: Tensor, draw_BK: Tensor, noise_BK: Tensor | None, estimator: str, temperature: float
 ) -> Tensor:
-    # Masked, not log(P + eps): a non-candidate's P is 0, but its gradient through an inactive node above is not.
+    # Masked, not log(P + eps): P of a non-candidate is 0, but its gradient through an inactive upstream node is not.
     others_BK = probs_BK <= 0
     gradient = GRADIENTS[estimator]
     return gradient(grad_BK.masked_fill(others_BK, 0), probs_BK, draw_BK, noise_BK, temperature).masked_fill(
@@ -129,19 +130,21 @@ def _gradient(
 
 
 def any_seen(values: Tensor) -> bool | None:
-    """Whether any value is not zero; None where no value can be looked at: torch.compile, torch.export, vmap, meta tensors."""
+    """Whether any value is not zero; None where values cannot be read: torch.compile, torch.export, vmap, meta tensors."""
     if torch.compiler.is_compiling():
         return None
     if torch.jit.is_tracing():
         raise NotImplementedError("torch.jit.trace: would keep its example's experts for every input; use torch.export")
     try:
         return bool(values.any())
-    except RuntimeError:  # a meta tensor has no values, one of vmap has many
+    except RuntimeError:  # a meta tensor has no values, a tensor in vmap has many
         return None
 
 
 def _choose(probs_BK: Tensor, noise: Tensor | None) -> Tensor:
-    """The candidate drawn (B,): the largest; where a uniform number (B,) falls; or the winner of a race of exponentials."""
+    """The candidate chosen (B,), by the noise: None takes the largest, a uniform number (B,) inverts the distribution, and
+    exponential numbers (B, K) decide a race.
+    """
     if noise is None:
         return probs_BK.argmax(-1)
     if noise.ndim == 1:
@@ -151,9 +154,16 @@ def _choose(probs_BK: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def apply_stop(probs_BK: Tensor, stop: Stop) -> Tensor:
-    """Who may be drawn: everyone; or, by the paper's footnote, the output node once its rate exceeds all, else the nodes.
+    """Apply the rule for the output node to the probabilities of the candidates.
 
-    A number is what the output node's rate counts beside the others: everyone, but the output node less often or more.
+    Args:
+        probs_BK: Probabilities of the candidates (B, K), the output node last.
+        stop: "drawn" changes nothing: the sequence ends when the output node is drawn. "dominant" is the paper's
+            footnote: only the output node once its rate exceeds all others, only the nodes before that. A number
+            multiplies the rate of the output node: smaller values run more experts.
+
+    Returns:
+        Values (B, K) in proportion to the probability of each candidate to be chosen; they need not sum to 1.
     """
     if stop == "drawn":
         return probs_BK
@@ -174,11 +184,28 @@ def unroll(
     num_steps: int,
     seed: Tensor | None,
     rows_B: Tensor | None,
-    sight_BLNO: Tensor | None = None,
+    input_logits_BLNO: Tensor | None = None,
 ) -> Route:
     """Algorithm 1 step by step in plain PyTorch, the definition of every faster version; greedy where seed is None.
 
+    A sequence ends where nothing can be drawn, as it does when the output node is drawn: where the rates of all candidates
+    are 0, or their sum is NaN or infinite. Entry rates that are NaN or all zero therefore activate no expert.
+
     With the estimator "none" the draws are constants: a gradient goes through the rates under the final set alone.
+
+    Args:
+        routing: The routing network.
+        entry_BN: Rates that enter the first layer (B, N).
+        stop: Rule for the output node, see `apply_stop`.
+        estimator: Gradient of the draws: "reinmax", "gumbel" (the paper's), "straight-through" or "none".
+        temperature: Temperature of the estimator "gumbel".
+        num_steps: Largest number of steps, and of active nodes.
+        seed: Seed of the draws, a scalar of int64; None chooses the candidate with the largest rate.
+        rows_B: Row numbers of the draws (B,); None for 0 … B − 1.
+        input_logits_BLNO: Terms that input-conditioned gates add to their logits (B, L − 1, N, O), or None.
+
+    Returns:
+        Route with ``active`` (B, L, N), ``nodes`` (B, num_steps), ``num_active`` (B,) and the rates of the final set.
     """
     B, L, N, M = entry_BN.shape[0], routing.num_layers, routing.num_experts, routing.num_nodes
     rows_B = torch.arange(B, device=entry_BN.device) if rows_B is None else rows_B
@@ -187,23 +214,26 @@ def unroll(
     nodes: list[Tensor] = []
     running_B = torch.ones(B, dtype=torch.bool, device=entry_BN.device)
     draw = _Draw if torch.compiler.is_compiling() else _DrawBothWays
-    looks = entry_BN.device.type not in FIXED_STEPS_ON
+    exits = entry_BN.device.type not in FIXED_STEPS_ON
     for step in range(num_steps):
-        if looks and any_seen(running_B) is False:
+        if exits and any_seen(running_B) is False:
             break
-        rates = routing(entry_BN, active_BM.view(B, L, N), sight_BLNO)
+        rates = routing(entry_BN, active_BM.view(B, L, N), input_logits_BLNO)
         probs_BK = torch.cat((rates.nodes.flatten(1) * (1 - active_BM), rates.output[:, None]), -1)
 
         noise = None
         if seed is not None:
             gumbel = estimator == "gumbel"
             noise = exponential(seed, rows_B, step, M + 1).to(probs_BK) if gumbel else uniform(seed, rows_B, step)
-        choice_B = _choose(apply_stop(probs_BK.detach(), stop), noise)
+        candidates_BK = apply_stop(probs_BK.detach(), stop)
+        total_B = candidates_BK.sum(-1)
+        running_B = running_B & (total_B > 0) & (total_B < float("inf"))
+        choice_B = _choose(candidates_BK, noise)
         draw_BK = (choice_B[:, None] == candidates_K).to(probs_BK) * running_B[:, None]
         race_BK = noise if estimator == "gumbel" else None
         if estimator == "none":
             drawn_BK = draw_BK
-        else:  # the stop draw keeps its gradient: its hard part adds no node, its soft part still moves every rate
+        else:  # the draw of the output node keeps its gradient: it activates no node, but depends on every rate
             drawn_BK = draw.apply(probs_BK, draw_BK, race_BK, estimator, temperature) * running_B[:, None]
 
         active_BM = active_BM + drawn_BK[:, :M]
@@ -212,30 +242,31 @@ def unroll(
     nodes += [torch.full((B,), -1, device=entry_BN.device)] * (num_steps - len(nodes))
     nodes_BT = torch.stack(nodes, 1) if nodes else running_B.new_empty(B, 0, dtype=torch.int64)
     active_BLN = active_BM.view(B, L, N)
-    rates = routing(entry_BN, active_BLN, sight_BLNO)
-    if not num_steps and estimator != "none":  # a gradient all the same, of zero: DDP waits for every parameter's
+    rates = routing(entry_BN, active_BLN, input_logits_BLNO)
+    if not num_steps and estimator != "none":  # a gradient of zeros: DDP waits for the gradient of every parameter
         active_BLN = active_BLN + 0 * rates.output[:, None, None]
     return Route(active_BLN, nodes_BT, (nodes_BT >= 0).sum(-1), rates)
 
 
-# How much an active expert's output counts. The mask A carries the draws' gradient in all of them.
+# Weightings: the weight of each active expert's output, from the active set and the rates (B, L, N). All of them multiply
+# by the active set, which carries the gradient of the draws.
 
 
 def unit_weights(active_BLN: Tensor, rates_BLN: Tensor) -> Tensor:
-    """The paper: active experts are summed as they are."""
+    """The paper's weighting: every active expert has weight 1."""
     return active_BLN
 
 
 def rates_to_one_weights(active_BLN: Tensor, rates_BLN: Tensor) -> Tensor:
-    """Firing rates, normalised to sum to one over the active experts of a layer."""
+    """Firing rates, normalised to sum to 1 over the active experts of each layer."""
     total_BL1 = (active_BLN * rates_BLN).sum(-1, keepdim=True)
-    # In an empty layer an expert's weight would be 1, were it the first: that is the gradient its mask gets.
+    # The first active expert of a layer has weight 1: in an empty layer this is the gradient of the mask.
     share_BLN = torch.where(total_BL1 > 0, rates_BLN / total_BL1.clamp_min(RATE_FLOOR), 1.0)
     return active_BLN * share_BLN
 
 
 def rates_weights(active_BLN: Tensor, rates_BLN: Tensor) -> Tensor:
-    """Firing rates, normalised to sum to the number of active experts of a layer."""
+    """Firing rates, normalised to sum to the number of active experts of each layer."""
     count_BL1 = active_BLN.detach().sum(-1, keepdim=True).clamp_min(1)
     return rates_to_one_weights(active_BLN, rates_BLN) * count_BL1
 
@@ -250,14 +281,17 @@ WEIGHTINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def check_sequence_options(
     *, select: str, stop: str | float, estimator: str, temperature: float = 1.0, max_experts: int | None = None
 ) -> None:
-    """Raise a ValueError that names the option, its value and the rule."""
+    """Raise a ValueError for an invalid option, with its name, its value and the rule."""
     require_one_of("select", select, ("sample", "greedy"))
     if isinstance(stop, str):
         require_one_of("stop", stop, ("drawn", "dominant"))
     else:
         is_weight = isinstance(stop, Real) and not isinstance(stop, bool) and 0 < stop < float("inf")
         require(
-            is_weight, "stop", repr(stop), "must be drawn, dominant, or what the output node's rate counts, above 0"
+            is_weight,
+            "stop",
+            repr(stop),
+            "must be drawn, dominant, or a number above 0 that multiplies the output node's rate",
         )
     require_one_of("estimator", estimator, get_args(Estimator))
     require(
@@ -269,16 +303,24 @@ def check_sequence_options(
     check_budget(max_experts)
 
 
-# Where a sequence should have ended.
+# A loss on the length of sequences.
 
-SHORTEST = 0.4  # of the target, for the easiest; the hardest takes as much more than it
+SHORTEST = 0.4  # length for the easiest sample, in parts of the target; the hardest gets 2 − SHORTEST
 
 
 def stop_losses(route: Route, easier: Tensor, target: float) -> Tensor:
-    """What asks a sequence to end where it should: at `target` experts on the mean, a few for the easy, more for the hard.
+    """A loss that moves the mean number of active experts towards a target, with fewer for easy and more for hard samples.
 
-    The easiest sample is to take SHORTEST of the target and the hardest 2 − SHORTEST of it. Where a sequence is longer the
-    output node should have been drawn, and its rate under the final set is to rise; where it is shorter, to fall.
+    A sample's own target grows linearly from SHORTEST·target for the easiest to (2 − SHORTEST)·target for the hardest. A
+    sequence longer than that raises the rate of the output node under the final set, a shorter one lowers it.
+
+    Args:
+        route: The routing result, with rates (B,).
+        easier: Share of samples that are easier than each sample (B,), from 0 to 1.
+        target: Mean number of active experts to reach.
+
+    Returns:
+        The loss of each sample (B,); 0 within half an expert of its target.
     """
     assert route.rates is not None
     over = route.num_active - target * (SHORTEST + 2 * (1 - SHORTEST) * easier)

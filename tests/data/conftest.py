@@ -1,4 +1,4 @@
-"""A server that has the files of the tiny set, and no settings of the user who runs the tests."""
+"""A server with the files of the tiny set, and none of the user's settings."""
 
 import pytest
 

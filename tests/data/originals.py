@@ -72,7 +72,7 @@ class FileServer:
                     self.send_error(404)
                     return
                 content = server.files[name]
-                with contextlib.suppress(ConnectionError):  # a client that was told to give up has gone
+                with contextlib.suppress(ConnectionError):  # a client that gave up has closed it
                     self.send_response(200)
                     self.send_header("Content-Length", str(server.announced.get(name, len(content))))
                     self.end_headers()

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from data.originals import info_of
-from raytraced.commands.data import get, list_data
+from raytraced.cli.data import get, list_data
 from raytraced.data.cache import cache_root, obtain
 from raytraced.data.sources import Entry, PublicSet, read_tar
-from raytraced.tasks import table
+from raytraced.tasks import registry
 
 TEXT = np.frombuffer(b"in the beginning was the word " * 40, dtype=np.uint8)
 
@@ -28,8 +28,8 @@ class SourceArchive:
     def __str__(self):
         return f"archive {self.archive.name}"
 
-    def fetch(self, wanted, folder, tell):
-        tell(0, None)
+    def fetch(self, wanted, folder, report):
+        report(0, None)
         return read_tar(self.archive, wanted)
 
 
@@ -71,8 +71,10 @@ def test_commands_know_the_sets_of_every_task(tmp_path, monkeypatch, capsys):
     catalog = types.ModuleType("raytraced.tasks.letters.catalog")
     catalog.CATALOG = {"words": Entry("1,200 letters", (text_set(source),))}
     monkeypatch.setitem(sys.modules, catalog.__name__, catalog)
-    images = table.TASKS["images"]
-    monkeypatch.setattr(table, "TASKS", table.TASKS | {"letters": images._replace(names="letters.catalog:CATALOG")})
+    images = registry.TASKS["images"]
+    monkeypatch.setattr(
+        registry, "TASKS", registry.TASKS | {"letters": images._replace(names="letters.catalog:CATALOG")}
+    )
     get(["words"])
     list_data()
     output = capsys.readouterr().out

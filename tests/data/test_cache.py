@@ -33,15 +33,15 @@ def start(public_set, root, **options):
     return subprocess.Popen(command, text=True, **options)
 
 
-def alter(path, **how):
+def alter(path, **change):
     """Change one byte in the middle of the pixels, or cut the file, or replace it."""
     content = bytearray(path.read_bytes())
-    if "length" in how:
-        content = content[: how["length"]]
-    elif "text" in how:
-        content = bytearray(how["text"])
+    if "length" in change:
+        content = content[: change["length"]]
+    elif "text" in change:
+        content = bytearray(change["text"])
     else:
-        content[-how["from_end"]] ^= 1
+        content[-change["from_end"]] ^= 1
     path.write_bytes(content)
 
 
@@ -54,7 +54,7 @@ def test_cached_arrays_are_memory_maps_that_never_change_the_file(server, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("how", "found"),
+    ("change", "found"),
     [
         ({"from_end": 7}, "expected sha256 .*, found "),
         ({"length": 200}, "cut or altered file"),
@@ -63,10 +63,10 @@ def test_cached_arrays_are_memory_maps_that_never_change_the_file(server, tmp_pa
         ({"text": b"something else"}, "cut or altered file"),
     ],
 )
-def test_altered_entry_is_told_discarded_and_fetched_again(server, tmp_path, capsys, how, found):
+def test_altered_entry_is_reported_discarded_and_fetched_again(server, tmp_path, capsys, change, found):
     public_set = tiny_set(server.address)
     obtain(public_set, tmp_path)
-    alter(entry_folder(tmp_path, public_set) / "letters.npy", **how)
+    alter(entry_folder(tmp_path, public_set) / "letters.npy", **change)
     capsys.readouterr()
     with pytest.raises(cache.DamagedError, match=found):
         read_entry(tmp_path, public_set)
@@ -89,7 +89,7 @@ def test_altered_entry_is_not_used_when_nothing_can_replace_it(server, tmp_path)
     alter(entry_folder(tmp_path, public_set) / "letters.npy", from_end=7)
     server.files.clear()
     for _ in range(2):
-        with pytest.raises(OSError, match="no source could give it"):
+        with pytest.raises(OSError, match="no source could provide it"):
             obtain(public_set, tmp_path)
 
 
@@ -127,11 +127,11 @@ def test_two_processes_at_once_download_once_and_both_end_well(server, tmp_path)
     public_set = tiny_set(server.address)
     server.gate.clear()
     processes = [start(public_set, tmp_path), start(public_set, tmp_path)]
-    # The one without the lock says so; only then may the download of the other go on.
+    # The one without the lock says so; only then may the download of the other continue.
     lines = {process: process.stderr.readline() for process in processes}
     assert sorted(lines.values()) == [
-        "tiny: another process is getting it, waiting\n",
         f"tiny: trying {server.address}\n",
+        "tiny: waiting for another process that downloads it\n",
     ]
     server.gate.set()
     total = sum(int(array.sum(dtype=int)) for array in ARRAYS.values())
@@ -170,7 +170,7 @@ def test_no_entry_appears_when_the_disk_is_full(server, tmp_path, stage):
     assert process.returncode != 0
     message = errors.splitlines()[-1]
     assert message.startswith(f"OSError: {tmp_path}: no space left (File too large), tiny needs up to ")
-    assert message.endswith("name another folder with --root or RAYTRACED_HOME")
+    assert message.endswith("name another folder with --data-root or RAYTRACED_HOME")
     assert [path.name for path in tmp_path.iterdir()] == [".tiny.lock"]
     assert (stage == "array") == ("every checksum matches" in errors)
 
@@ -179,7 +179,7 @@ def test_missing_cache_folder_is_made(server, tmp_path):
     assert_same(obtain(tiny_set(server.address), tmp_path / "not" / "yet" / "there"), ARRAYS)
 
 
-def test_cache_folder_that_cannot_be_made_is_told_with_the_remedy(server, tmp_path):
+def test_cache_folder_that_cannot_be_made_is_reported_with_the_remedy(server, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(
         OSError, match=r"file/data: cannot be used as the cache folder \(Not a directory\); name another"

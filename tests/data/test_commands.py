@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from data.originals import tiny_set
-from raytraced.commands.data import get, list_data, show
+from raytraced.cli.data import get, list_data, show
 from raytraced.data.sources import Entry
 from raytraced.tasks.images import catalog
 from raytraced.tasks.images.sheet import contact_sheet
@@ -26,15 +26,15 @@ def tiny_catalog(server, monkeypatch):
 
 
 def test_commands_are_imported_without_torch_and_numpy():
-    code = "import sys, raytraced.commands.data; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, raytraced.cli.data; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_list_tells_what_is_cached(tiny_catalog, tmp_path, capsys):
-    list_data(root=str(tmp_path))
+def test_list_shows_what_is_cached(tiny_catalog, tmp_path, capsys):
+    list_data(data_root=str(tmp_path))
     assert "not cached" in capsys.readouterr().out
-    get(["tiny"], root=str(tmp_path))
-    list_data(root=str(tmp_path))
+    get(["tiny"], data_root=str(tmp_path))
+    list_data(data_root=str(tmp_path))
     output = capsys.readouterr().out
     assert "cached" in output
     assert "not cached" not in output
@@ -43,8 +43,8 @@ def test_list_tells_what_is_cached(tiny_catalog, tmp_path, capsys):
 
 
 def test_get_verifies_what_is_cached_already(tiny_catalog, tmp_path, capsys):
-    get(["tiny", "digits", "union"], root=str(tmp_path))
-    get(["tiny"], root=str(tmp_path))
+    get(["tiny", "digits", "union"], data_root=str(tmp_path))
+    get(["tiny"], data_root=str(tmp_path))
     output = capsys.readouterr().out
     assert output.count(f"tiny: 4 arrays verified, 0 MB in {tmp_path}") == 2
     assert "digits: in the package, nothing to get" in output
@@ -52,9 +52,9 @@ def test_get_verifies_what_is_cached_already(tiny_catalog, tmp_path, capsys):
 
 def test_get_of_an_unknown_name_fetches_nothing(tiny_catalog, server, tmp_path):
     with pytest.raises(ValueError, match=r"data set 'tinny': unknown; did you mean tiny\?"):
-        get(["tiny", "tinny"], root=str(tmp_path))
+        get(["tiny", "tinny"], data_root=str(tmp_path))
     with pytest.raises(ValueError, match="data set 'photos': unknown; must be one of digits, tiny, union"):
-        get(["tiny", "photos"], root=str(tmp_path))
+        get(["tiny", "photos"], data_root=str(tmp_path))
     assert server.requests == []
 
 

@@ -1,4 +1,4 @@
-"""Sources in order, each of them verified, and what is told when none works."""
+"""Sources in order, each of them verified, and what is reported when none works."""
 
 import errno
 import io
@@ -102,7 +102,7 @@ def test_download_that_is_short_without_saying_so_is_not_used(server, tmp_path):
         obtain(tiny_set(server.address), tmp_path)
 
 
-def test_download_with_other_bytes_is_told_with_both_checksums(server, tmp_path):
+def test_download_with_other_bytes_is_reported_with_both_checksums(server, tmp_path):
     public_set = tiny_set(server.address)
     honest = public_set.arrays["signs"]
     public_set.arrays["signs"] = ArrayInfo(honest.shape, "0" * 64)
@@ -110,7 +110,7 @@ def test_download_with_other_bytes_is_told_with_both_checksums(server, tmp_path)
         obtain(public_set, tmp_path)
 
 
-def test_download_of_another_shape_is_told(server, tmp_path):
+def test_download_of_another_shape_is_reported(server, tmp_path):
     public_set = tiny_set(server.address)
     public_set.arrays["marks"] = ArrayInfo((11,), public_set.arrays["marks"].sha256)
     with pytest.raises(UnavailableError, match=r"tiny marks: expected uint8 \(11,\), found uint8 \(10,\)"):
@@ -136,7 +136,7 @@ def test_debian_package_is_found_with_own_package_lists_where_the_machine_has_no
     assert_same(fetch(tiny_set(DebianPackage("dataset-tiny")), tmp_path), ARRAYS)
 
 
-def test_when_nothing_works_every_source_its_reason_and_the_remedy_are_told(server, tmp_path, clients, monkeypatch):
+def test_when_nothing_works_every_source_its_reason_and_the_remedy_are_reported(server, tmp_path, clients, monkeypatch):
     missing = Address(f"{server.address}missing/", ("letters.gz",))
     public_set = tiny_set(missing, NpmPackage("tiny-data"), DebianPackage("dataset-tiny"))
     monkeypatch.setenv("PATH", str(clients))
@@ -144,8 +144,8 @@ def test_when_nothing_works_every_source_its_reason_and_the_remedy_are_told(serv
     root = cache_root()
     with pytest.raises(UnavailableError) as caught:
         obtain(public_set, root)
-    assert str(caught.value).splitlines() == [
-        "data set tiny: no source could give it",
+    assert [str(caught.value), *caught.value.__notes__] == [
+        "data set tiny: no source could provide it",
         f"  - {root}: no original files in Tiny/raw, .",
         f"  - {missing}: letters.gz: HTTPError: 404 Client Error: Not Found for url: {missing}letters.gz",
         "  - npm pack tiny-data: npm pack ended with code 1 (npm error code ENOTFOUND)",
@@ -156,7 +156,7 @@ def test_when_nothing_works_every_source_its_reason_and_the_remedy_are_told(serv
     ]
 
 
-def test_unreachable_server_is_told_in_one_line(server, tmp_path):
+def test_unreachable_server_is_one_line(server, tmp_path):
     server.close()
     with pytest.raises(UnavailableError, match=r"letters.gz: ConnectionError: .*Connection refused"):
         fetch(tiny_set(server.address), tmp_path)
@@ -181,7 +181,7 @@ def test_client_that_does_not_end_is_ended_with_its_children(tmp_path, clients, 
     except OSError as error:
         assert error.errno == errno.ENXIO  # noqa: PT017
     else:
-        # a reader is still dying: an error condition on our end tells when the last one has gone
+        # a reader is still dying: an error condition on our end marks when the last one has gone
         poller = select.poll()
         poller.register(writer, 0)
         events = poller.poll(30_000)

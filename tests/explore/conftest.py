@@ -1,4 +1,4 @@
-"""An installed Chromium with a page in it: nothing that the page does may be logged as an error, or leave the machine."""
+"""Fixtures: the page in an installed Chromium. A logged error or a request to another address fails the test."""
 
 import os
 import shutil
@@ -11,23 +11,23 @@ from raytraced.explore.page import make_page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-HINT = "no Chromium is installed: apt-get install chromium, or name its file with CHROMIUM=…"
+HINT = "Chromium is not installed: apt-get install chromium, or set CHROMIUM to its path"
 
 
 def wait(page, condition):
-    """Until a condition holds; the page's own rules forbid `wait_for_function` to evaluate texts."""
+    """Wait until a condition holds; the page's security policy forbids `wait_for_function`."""
     for _ in range(500):
         if page.evaluate(condition):
             return
         page.wait_for_timeout(20)
-    raise AssertionError(f"{condition}: does not come true")
+    raise AssertionError(f"{condition}: did not become true")
 
 
 @pytest.fixture(scope="session")
 def models():
     """The shipped digits, a small colour model and a small language model."""
     torch.manual_seed(0)
-    small = {"num_layers": 2, "num_experts": 4, "reach": 2.0}
+    small = {"num_layers": 2, "num_experts": 4, "output_logit_offset": 2.0}
     colour = rt.build(
         "mre", image_shape=(3, 16, 16), class_names=["cat", "<b>dog</b>", "</script>"], dim=8, **small
     ).eval()
@@ -43,7 +43,7 @@ def html(models, tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")  # while it is there, nobody else can run an event loop
+@pytest.fixture(scope="module")  # while it is open, no other test can run an event loop
 def chromium():
     from playwright.sync_api import sync_playwright
 
@@ -55,22 +55,22 @@ def chromium():
 
 @pytest.fixture(scope="module")
 def tabs():
-    """Tabs that no test is using, by what they were opened with: another takes as long as a whole page."""
+    """Unused tabs by the options they were opened with: opening one takes as long as loading a page."""
     return {}
 
 
 @pytest.fixture
 def visit(chromium, html, tabs):
-    """visit("#m=…", width=…) opens the page; in the end no page has logged an error or asked for anything elsewhere."""
+    """visit("#model=…", width=…) opens the page; at the end no page may have logged an error or sent a request."""
     used, faults = [], []
 
-    def tell(*fault):
+    def report(*fault):
         faults.append(": ".join(fault))
 
     noted = {
-        "console": lambda message: tell(message.type, message.text),
-        "pageerror": lambda error: tell(str(error)),
-        "request": lambda request: request.url.startswith(("file:", "data:", "blob:", "about:")) or tell(request.url),
+        "console": lambda message: report(message.type, message.text),
+        "pageerror": lambda error: report(str(error)),
+        "request": lambda request: request.url.startswith(("file:", "data:", "blob:", "about:")) or report(request.url),
     }
 
     def visit(address="", width=1280, height=900, **options):
@@ -82,7 +82,7 @@ def visit(chromium, html, tabs):
         for event, note in noted.items():
             page.on(event, note)
         page.goto(f"{html.as_uri()}{address}")
-        wait(page, "found !== null")
+        wait(page, "result !== null")
         return page
 
     yield visit

@@ -1,4 +1,4 @@
-"""engine.js run by node, beside PyTorch."""
+"""engine.js run by node, and its results compared with PyTorch's."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ LOGITS = 1e-4
 
 
 def run_engine(model: Model, inputs: Tensor, options: list[dict[str, Any]], folder: Path) -> list[Any]:
-    """What engine.js makes of images (B, C, H, W) or tokens (B, T) under each of the options."""
+    """The results of engine.js for images (B, C, H, W) or tokens (B, T): a list of B results per entry of options."""
     is_image = inputs.dtype == torch.uint8
     case = {
         "pack": pack_model("model", model),
@@ -32,45 +32,50 @@ def run_engine(model: Model, inputs: Tensor, options: list[dict[str, Any]], fold
     runner = Path(__file__).parent / "run_engine.js"
     done = subprocess.run([NODE, runner, ENGINE, folder / "case.json"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found: list[Any] = json.loads(done.stdout)
-    return found
+    results: list[Any] = json.loads(done.stdout)
+    return results
 
 
 def inflated(text: str) -> bytes:
-    """What `deflated` was given."""
+    """The bytes that `deflated` was called with."""
     return zlib.decompress(b85decode(text.replace(",", "<")))
 
 
-def call_of(option: dict[str, Any]) -> dict[str, Any]:
-    """An option of engine.js as arguments of a model's call."""
-    call: dict[str, Any] = {"max_experts": option.get("maxExperts"), "sure": option.get("sure")}
-    if option.get("sample"):
-        call |= {"select": "sample", "generator": torch.Generator().manual_seed(option["seed"])}
-    return {key: value for key, value in call.items() if value is not None}
+def model_arguments(option: dict[str, Any]) -> dict[str, Any]:
+    """Options of engine.js as arguments of the model's call."""
+    arguments = {"max_experts": option.get("maxExperts"), "confidence": option.get("confidence")}
+    return {key: value for key, value in arguments.items() if value is not None}
 
 
-def compare_images(model: Model, images: Tensor, option: dict[str, Any], found: list[Any]) -> None:
-    """Every image's nodes, in their order, its logits and its multiply-adds are PyTorch's."""
-    # draws are of a row: the page has one image, so every image is row 0 here
-    rows = torch.zeros(len(images), dtype=torch.int64)
+def compare_images(model: Model, images: Tensor, option: dict[str, Any], results: list[Any]) -> None:
+    """Every image has PyTorch's nodes, in their order, and its exits, logits and multiply-adds."""
     with torch.no_grad():
-        out = model(images, rows=rows, **call_of(option))
+        out = model(images, **model_arguments(option))
         cost = sample_cost(model, images, out)
-    nodes = out.routes[0].nodes
-    assert [each["ran"] for each in found] == out.num_experts.tolist()
-    if nodes is not None:
-        looked = out.num_looks if out.num_looks is not None else torch.full_like(out.num_experts, 2)
-        expected = [[node for node in row if node >= 0] for row in nodes.tolist()]
-        # who was sure before any layer has no sequence in PyTorch
-        pairs = zip(found, expected, looked.tolist(), strict=True)
-        assert [each["nodes"] for each, _, looks in pairs if looks > 1] == [
-            row for row, looks in zip(expected, looked.tolist(), strict=True) if looks > 1
-        ]
-    for each in found:
-        num, most = len(each["nodes"]), model.layer.router.routing.num_nodes
-        by_path = "all" if num == most else "budget" if num == option.get("maxExperts") else "output"
-        assert each["why"] == ("sure" if each["ran"] < num else by_path)
-    if out.num_looks is not None:
-        assert [each["num_looks"] for each in found] == out.num_looks.tolist()
-    torch.testing.assert_close(torch.tensor([each["logits"] for each in found]), out.logits, atol=LOGITS, rtol=0)
-    assert [each["multiply_adds"] for each in found] == cost.multiply_adds.tolist()
+    assert [each["ran"] for each in results] == out.num_experts.tolist()
+    if out.num_exits is not None:
+        assert [each["num_exits"] for each in results] == out.num_exits.tolist()
+    if out.routes[0].nodes is not None:
+        compare_nodes(out.routes[0].nodes, out.num_exits, results)
+    for each in results:
+        assert each["ended"] == expected_end(each, model.layer.router.routing.num_nodes, option.get("maxExperts"))
+    torch.testing.assert_close(torch.tensor([each["logits"] for each in results]), out.logits, atol=LOGITS, rtol=0)
+    assert [each["macs"] for each in results] == cost.macs.tolist()
+
+
+def compare_nodes(nodes_BT: Tensor, num_exits_B: Tensor | None, results: list[Any]) -> None:
+    """The same nodes in the same order; PyTorch does not route a sample that exits before layer 1."""
+    routed = [True] * len(results) if num_exits_B is None else (num_exits_B > 1).tolist()
+    for row, each, is_routed in zip(nodes_BT.tolist(), results, routed, strict=True):
+        if is_routed:
+            assert each["nodes"] == [node for node in row if node >= 0]
+
+
+def expected_end(result: Any, num_nodes: int, budget: int | None) -> str:
+    """What ended a sequence, by its length."""
+    num = len(result["nodes"])
+    if result["ran"] < num:
+        return "confidence"
+    if num == num_nodes:
+        return "all"
+    return "budget" if num == budget else "output"

@@ -1,7 +1,8 @@
-"""What the page is made of: weights, test images, and one file that nothing in it can break."""
+"""The parts of the page (weights, test images, one HTML file), and what a hostile model file cannot do to it."""
 
 import hashlib
 import json
+import os
 import re
 from dataclasses import replace
 
@@ -11,16 +12,17 @@ import torch
 
 import raytraced as rt
 from explore.engine import inflated
-from raytraced.cli import main
-from raytraced.commands.explore import SHIPPED
+from raytraced.cli.explore import SHIPPED
+from raytraced.cli.main import main
 from raytraced.data.cache import replace_entry
 from raytraced.data.sources import ArrayInfo, Entry, PublicSet
-from raytraced.explore.gallery import at_hand, choose_images, ink_of, pack_gallery
+from raytraced.explore.gallery import choose_images, has_images, ink_of, pack_gallery
 from raytraced.explore.packing import pack_model, planes_of, why_unpackable
 from raytraced.explore.page import make_page
-from raytraced.saving import PRETRAINED
+from raytraced.io.saving import PRETRAINED
 from raytraced.tasks.images.catalog import CATALOG
 from raytraced.tasks.images.loading import load as load_data
+from raytraced.tasks.images.task import ImageTask
 
 GREY = {"image_shape": (1, 8, 8), "num_classes": 3}
 
@@ -70,28 +72,16 @@ def test_ink_is_how_much_of_the_frame_is_filled():
     assert ink_of(images) == pytest.approx(0.6)
 
 
-def test_no_name_can_break_out_of_the_page():
-    name = '</script><script>alert("1")</script>'
-    model = rt.build(
-        "mre", image_shape=(1, 4, 4), class_names=["</script>", "<!--"], dim=4, num_layers=1, num_experts=2
-    )
-    page = make_page([(name, model)])
-    (pack,) = packs_of(page)
-    assert (pack["name"], pack["classes"]) == (name, ["</script>", "<!--"])
-    assert name not in page
-    assert page.count("</script>") == 3
-
-
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (rt.build("top-k", **GREY), "not raytraced"),
-        (rt.build("gpt-dense", dim=16), "not raytraced"),
-        (rt.build("multi-exit", **GREY), "images or of text"),
-        (rt.build("mre", **GREY, expert=lambda: torch.nn.Linear(16, 16)), "modules of one's own"),
+        (rt.build("top-k", **GREY), "not a raytraced model"),
+        (rt.build("gpt-dense", dim=16), "not a raytraced model"),
+        (rt.build("multi-exit", **GREY), "image and text models"),
+        (rt.build("mre", **GREY, expert=lambda: torch.nn.Linear(16, 16)), "custom modules"),
         (rt.build("gpt-mre", dim=16, tokenizer="{}"), "tokenizer"),
     ],
-    ids=["top-k", "gpt-dense", "multi-exit", "own experts", "tokenizer"],
+    ids=["top-k", "gpt-dense", "multi-exit", "custom experts", "tokenizer"],
 )
 def test_a_model_that_the_page_cannot_run_is_refused(model, reason):
     assert reason in why_unpackable(model)
@@ -104,40 +94,126 @@ def test_a_model_in_half_or_double_precision_is_packed_alike():
     assert pack_model("a", model)["weights"] == pack_model("a", model.double())["weights"]
 
 
-def test_a_model_without_images_at_hand_says_so(capsys):
+def test_a_model_whose_data_is_not_cached_is_in_the_page_without_images(capsys):
     model = rt.load("mre-mnist")
     page = make_page([("mre-mnist", model)], root="/nonexistent")
     assert "gallery" not in packs_of(page)[0]
     assert "raytraced data get mnist" in capsys.readouterr().err
 
 
-def test_a_data_set_that_changed_leaves_the_page_without_a_gallery(tmp_path, capsys):
-    np.savez(tmp_path / "own.npz", images=np.zeros((9, 5, 5), np.uint8), labels=np.arange(9) % 3)
+@pytest.fixture
+def private(tmp_path, monkeypatch):
+    """Images in the working folder that fit the digits model, and a name of a text of the catalogue beside them."""
+    images = np.random.default_rng(0).integers(0, 256, (60, 8, 8), np.uint8)
+    np.savez(tmp_path / "private.npz", x_train=images, y_train=np.arange(60) % 10)
+    (tmp_path / "shakespeare").write_bytes((tmp_path / "private.npz").read_bytes())
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "private.npz"
+
+
+HOSTILE_PATHS = (
+    "{private}",
+    "private.npz",
+    "./private.npz",
+    "shakespeare",
+    "pipe",
+    "/dev/zero",
+    "/dev/stdin",
+    "~",
+    "..",
+    "",
+)
+
+
+@pytest.mark.parametrize("data", HOSTILE_PATHS)
+def test_a_card_cannot_make_the_page_open_a_path(private, data, capsys, monkeypatch):
+    opened = []
+    monkeypatch.setattr(ImageTask, "load", lambda self, data, *args, **options: opened.append(data))
     model = rt.load("mre-digits")
-    model.card = replace(model.card, data=str(tmp_path / "own.npz"))
-    assert "gallery" not in packs_of(make_page([("digits", model)]))[0]
-    assert capsys.readouterr().err.startswith("raytraced: digits: without a gallery: ")
+    model.card = replace(model.card, data=data.format(private=private))
+    page = make_page([("digits", model)])
+    assert opened == []
+    assert "gallery" not in packs_of(page)[0]
+    assert "private" not in page
+    assert capsys.readouterr().err.startswith(
+        "raytraced: digits: no test images in the page: its card names no image data"
+    )
 
 
-def test_an_altered_copy_of_a_data_set_is_told_and_not_fetched_again(tmp_path, monkeypatch, capsys):
+def test_images_that_the_user_gives_are_shown_without_their_path(private):
+    model = rt.load("mre-digits")
+    model.card = replace(model.card, data="mine")
+    page = make_page([("digits", model)], data=str(private))
+    (packed,) = packs_of(page)
+    assert packed["gallery"]["num_evaluated"] == 10  # one image per class
+    assert str(private.parent) not in page
+    assert "private" not in page
+
+
+def test_data_of_the_catalogue_is_shown_instead_of_what_the_user_gives(private):
+    (packed,) = packs_of(make_page([("digits", rt.load("mre-digits"))], data=str(private)))
+    assert packed["gallery"]["num_evaluated"] == len(load_data("digits").test.labels)
+
+
+@pytest.mark.parametrize("options", [{"root": "/dev"}, {"data": "/dev/zero"}, {"size": "x"}, {"size": 10**9}], ids=str)
+def test_data_options_of_a_card_cannot_stop_the_page(options):
+    model = rt.load("mre-digits")
+    model.card = replace(model.card, training={"data_options": options})
+    assert packs_of(make_page([("digits", model)]))[0]["name"] == "digits"
+
+
+HOSTILE_NAMES = (
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "\x1b]0;owned\x07",
+    "{{ models }}",
+    "\u202e",
+    "a\nb",
+)
+
+
+def test_hostile_names_of_models_and_classes_stay_text(capsys):
+    spec = {"image_shape": (1, 4, 4), "class_names": list(HOSTILE_NAMES), "dim": 4, "num_layers": 2, "num_experts": 2}
+    page = make_page([(name, rt.build("mre", **spec)) for name in HOSTILE_NAMES])
+    packs = packs_of(page)
+    assert [pack["name"] for pack in packs] == list(HOSTILE_NAMES)
+    assert packs[0]["classes"] == list(HOSTILE_NAMES)
+    assert "<img" not in page
+    assert page.count("</script>") == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(HOSTILE_NAMES)
+    assert all(line.isprintable() for line in lines)
+
+
+def test_data_that_does_not_fit_the_model_leaves_the_page_without_images(tmp_path, capsys):
+    np.savez(tmp_path / "mine.npz", x_train=np.arange(225, dtype=np.uint8).reshape(9, 5, 5), y_train=np.arange(9) % 3)
+    model = rt.load("mre-digits")
+    model.card = replace(model.card, data=None)
+    assert "gallery" not in packs_of(make_page([("digits", model)], data=str(tmp_path / "mine.npz")))[0]
+    assert "has images of shape (1, 5, 5)" in capsys.readouterr().err
+
+
+def test_an_altered_copy_of_a_data_set_is_reported_and_not_downloaded_again(tmp_path, monkeypatch, capsys):
     content = np.arange(12, dtype=np.uint8)
     info = ArrayInfo(content.shape, hashlib.sha256(content.tobytes()).hexdigest())
     own = PublicSet(name="own", arrays={"a": info}, wanted=frozenset(), decode=dict, sources=(), folders=("own",))
     monkeypatch.setitem(CATALOG, "own", Entry("twelve bytes", (own,)))
     replace_entry(tmp_path, own, {"a": content})
-    assert at_hand("own", str(tmp_path))
+    assert has_images("own", str(tmp_path))
     file = tmp_path / "own-arrays" / "a.npy"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     model = rt.load("mre-digits")
     model.card = replace(model.card, data="own")
     assert "gallery" not in packs_of(make_page([("digits", model)], root=str(tmp_path)))[0]
-    assert "without a gallery" in (told := capsys.readouterr().err)
-    assert "expected sha256" in told
+    printed = capsys.readouterr().err
+    assert "no test images in the page" in printed
+    assert "expected sha256" in printed
 
 
 def test_two_models_of_one_name_are_refused():
     model = rt.load("mre-digits")
-    with pytest.raises(ValueError, match="digits is given twice"):
+    with pytest.raises(ValueError, match="models=digits: is given twice"):
         make_page([("digits", model), ("digits", model)])
 
 
@@ -157,12 +233,12 @@ def test_the_command_writes_a_page(tmp_path, monkeypatch, capsys):
     assert [pack["name"] for pack in packs_of((tmp_path / "both.html").read_text())] == ["mre-digits", "own"]
     assert main(["explore", "--output", "page.txt"]) == 2
     assert main(["explore", "gone"]) == 2
-    told = capsys.readouterr().err
-    assert "output='page.txt': must end in .html" in told
-    assert "gone" in told
+    printed = capsys.readouterr().err
+    assert "output='page.txt': must end in .html" in printed
+    assert "gone" in printed
 
 
-def test_every_shipped_model_is_in_the_page_of_no_arguments():
+def test_the_default_page_has_every_shipped_model():
     assert set(SHIPPED) == {path.stem for path in PRETRAINED.glob("*.safetensors")}
 
 

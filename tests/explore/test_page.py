@@ -1,4 +1,4 @@
-"""The page in a browser: what a reader does and reads, compared with PyTorch."""
+"""The page in a browser: every control works, and its displays agree with PyTorch."""
 
 import io
 import json
@@ -17,7 +17,7 @@ import raytraced as rt
 from explore.conftest import CHROMIUM, HINT, wait
 from explore.engine import inflated
 
-if CHROMIUM is None:  # the module, not each test: that is one line in the summary
+if CHROMIUM is None:  # skip the module: one line in the summary, not one per test
     pytest.skip(HINT, allow_module_level=True)
 AXE = "axe-core@4.10.3"
 
@@ -41,7 +41,7 @@ def label_of(page):
 
 
 def order_of(page):
-    """The nodes that carry a number, in its order."""
+    """The active nodes in the order of their numbers."""
     texts = page.locator("#grid .node").evaluate_all(
         "nodes => nodes.map(node => node.querySelector('text').textContent)"
     )
@@ -50,7 +50,7 @@ def order_of(page):
 
 
 def draw(page, *points):
-    """One stroke through points in parts of the pad."""
+    """Draw one stroke through points, in fractions of the pad's sides."""
     box = page.locator("#pad").bounding_box()
     where = [(box["x"] + box["width"] * x, box["y"] + box["height"] * y) for x, y in points]
     page.mouse.move(*where[0])
@@ -66,7 +66,7 @@ def ring(centre_x=0.5, centre_y=0.5, across=0.22, down=0.36):
 
 
 def test_a_drawn_digit_is_read(visit):
-    page = visit("#m=mre-digits")
+    page = visit("#model=mre-digits")
     for digit, strokes in {
         "0": [ring()],
         "1": [[(0.4, 0.25), (0.52, 0.12), (0.52, 0.88)]],
@@ -79,7 +79,7 @@ def test_a_drawn_digit_is_read(visit):
 
 
 def test_a_stroke_after_a_test_image_begins_a_new_drawing(visit):
-    page, pixels = visit("#m=mre-digits&i=g0"), "Array.from(state.pixels)"
+    page, pixels = visit("#model=mre-digits&image=g0"), "Array.from(state.pixels)"
     draw(page, *ring())
     zero = page.evaluate(pixels)
     page.locator("#gallery .thumb").nth(5).click()
@@ -90,7 +90,7 @@ def test_a_stroke_after_a_test_image_begins_a_new_drawing(visit):
 def test_every_step_is_that_of_pytorch(visit, models, gallery):
     model, (images, labels) = models["mre-digits"], gallery
     image = len(images) - 1  # the hardest
-    page = visit(f"#m=mre-digits&i=g{image}")
+    page = visit(f"#model=mre-digits&image=g{image}")
     steps = list(rt.anytime(model, images[image : image + 1]))
     nodes = [node for node in model(images[image : image + 1]).routes[0].nodes[0].tolist() if node >= 0]
     assert len(nodes) > 2
@@ -103,78 +103,85 @@ def test_every_step_is_that_of_pytorch(visit, models, gallery):
         assert label_of(page) == str(int(probs.argmax()))
         if number < len(nodes):
             assert page.locator("#grid .node.next").get_attribute("data-node") == str(nodes[number])
-            page.click("#forth")
-    assert page.locator("#forth").is_disabled()
+            page.click("#forward")
+    assert page.locator("#forward").is_disabled()
     assert "wrong" in page.inner_text("#label")
     assert str(labels[image]) in page.inner_text("#label .wrong")
 
 
-def test_hovering_tells_a_rate_and_a_chance(visit, models, gallery):
-    page = visit("#m=mre-digits&i=g3&k=0")
+def test_hovering_over_a_node_shows_its_rate_and_its_probability(visit, models, gallery):
+    page = visit("#model=mre-digits&image=g3&step=0")
     entry = models["mre-digits"].layer.router.entry(models["mre-digits"].input_block(gallery[0][3:4]))[0].detach()
     node = int(entry.argmax())
     page.hover(f"[data-node='{node}']")
-    told = page.inner_text("#readout")
-    assert told.startswith(f"Layer 1, expert {node + 1}: firing rate {float(entry[node]):.3f}")
-    assert "it is next" in told
+    line = page.inner_text("#readout")
+    assert line.startswith(f"Layer 1, expert {node + 1}: firing rate {float(entry[node]):.3f}")
+    assert "it is next" in line
 
 
-def test_drawn_sequences_are_those_of_pytorch(visit, models, gallery):
-    page = visit("#m=mre-digits&i=g12")
+def test_seeds_sample_different_sequences_and_a_seed_the_same_again(visit):
+    page = visit("#model=mre-digits&image=g12")
     page.check("[name=select][value=sample]")
+    first, orders = order_of(page), []
     for seed in (1, 2, 3):
-        page.click("#another")
-        generator = torch.Generator().manual_seed(seed)
-        out = models["mre-digits"](gallery[0][12:13], select="sample", generator=generator)
-        assert order_of(page) == [node for node in out.routes[0].nodes[0].tolist() if node >= 0]
-        assert f"s={seed}" in page.url
+        page.click("#next-seed")
+        orders.append(order_of(page))
+        assert f"seed={seed}" in page.url
+    assert len({str(order) for order in orders}) > 1
+    page.fill("#seed", "0")
+    page.press("#seed", "Enter")
+    assert order_of(page) == first
+    page.check("[name=select][value=greedy]")
+    assert "seed=" not in page.url
 
 
-def test_the_budget_and_sure_change_the_answer(visit, models, gallery):
+def test_the_budget_and_the_confidence_change_the_answer(visit, models, gallery):
     model, (images, _) = models["mre-digits"], gallery
-    page = visit("#m=mre-digits&i=g20")
+    page = visit("#model=mre-digits&image=g20")
     for budget in (0, 1, 3):
         page.locator("#budget").fill(str(budget))
         out = model(images[20:21], max_experts=budget)
         assert len(order_of(page)) == int(out.num_experts)
         assert bars_of(page) == pytest.approx(out.logits.softmax(-1)[0].tolist(), abs=0.0051)
-        assert "budget" in page.inner_text("#why")
+        assert "budget" in page.inner_text("#end")
     page.locator("#budget").fill(page.locator("#budget").get_attribute("max"))
-    assert page.inner_text("#budget-told") == "none"
-    stopped = 0
-    for sure in (20, 50, 80):
-        page.locator("#sure").fill(str(sure))
-        out = model(images[20:21], sure=sure / 100)
+    assert page.inner_text("#budget-text") == "no limit"
+    num_early = 0
+    for confidence in (20, 50, 80):
+        page.locator("#confidence").fill(str(confidence))
+        out = model(images[20:21], confidence=confidence / 100)
         assert bars_of(page) == pytest.approx(out.logits.softmax(-1)[0].tolist(), abs=0.0051)
-        assert page.inner_text("#account tbody tr:first-child td") == str(int(out.num_experts))
-        stopped += "when sure" in page.inner_text("#why")
-    assert stopped
+        assert page.inner_text("#cost tbody tr:first-child td") == str(int(out.num_experts))
+        num_early += "Early exit" in page.inner_text("#end")
+    assert num_early
 
 
-def test_a_file_that_is_no_image_is_refused_in_a_sentence(visit, tmp_path):
-    page = visit("#m=mre-digits&i=g4")
+def test_a_file_that_is_not_an_image_is_refused_in_a_sentence(visit, tmp_path):
+    page = visit("#model=mre-digits&image=g4")
     before = page.inner_text("#answer")
     (tmp_path / "broken.png").write_text("not a picture")
     page.set_input_files("#file", tmp_path / "broken.png")
     wait(page, "document.getElementById('message').textContent !== ''")
-    assert page.inner_text("#message") == "broken.png: is not an image that this browser can read; give a PNG or a JPEG"
+    assert (
+        page.inner_text("#message") == "broken.png: is not an image that this browser can read; choose a PNG or a JPEG"
+    )
     assert page.inner_text("#answer") == before
     assert not page.locator("#tagline").is_visible()
-    page.locator("#gallery .thumb").nth(2).click()  # the next input is not at fault
+    page.locator("#gallery .thumb").nth(2).click()  # the message is about the last input alone
     assert page.inner_text("#message") == ""
     assert page.locator("#tagline").is_visible()
 
 
-def test_a_file_is_nothing_to_a_language_model(visit, tmp_path):
+def test_a_language_model_refuses_a_file(visit, tmp_path):
     (tmp_path / "own.png").write_bytes(b"")
-    page = visit("#m=plays")
+    page = visit("#model=plays")
     page.set_input_files("#file", tmp_path / "own.png")
     wait(page, "document.getElementById('message').textContent !== ''")
-    assert page.inner_text("#message") == "own.png: plays reads text; type it"
+    assert page.inner_text("#message") == "own.png: plays reads text; type it instead"
 
 
 def test_an_uploaded_image_is_answered_as_by_pytorch(visit, models, gallery, tmp_path):
-    page, colours = visit("#m=colours"), models["colours"]
+    page, colours = visit("#model=colours"), models["colours"]
     pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "own.png")
     page.set_input_files("#file", tmp_path / "own.png")
@@ -184,8 +191,8 @@ def test_an_uploaded_image_is_answered_as_by_pytorch(visit, models, gallery, tmp
     assert label_of(page) == ["cat", "<b>dog</b>", "</script>"][int(probs.argmax())]
 
 
-def test_a_negative_is_turned_round_and_pasting_and_dropping_are_uploads(visit, gallery):
-    page, digit = visit("#m=mre-digits"), gallery[0][2, 0].numpy()
+def test_a_negative_is_inverted_and_images_can_be_pasted_and_dropped(visit, gallery):
+    page, digit = visit("#model=mre-digits"), gallery[0][2, 0].numpy()
     content = io.BytesIO()
     Image.fromarray(255 - digit).save(content, "PNG")
     for kind, target in (("paste", "clipboardData"), ("drop", "dataTransfer")):
@@ -202,39 +209,47 @@ def test_a_negative_is_turned_round_and_pasting_and_dropping_are_uploads(visit, 
         )
         wait(page, "state.pixels.some(Boolean)")
         assert page.evaluate("Array.from(state.pixels)") == digit.ravel().tolist()
-        assert "looked inverted" in page.inner_text("#message")
+        assert "is inverted" in page.inner_text("#message")
 
 
-def test_a_link_shows_what_one_saw(visit):
-    page = visit("#m=mre-digits")
+def test_a_link_restores_the_display(visit):
+    page = visit("#model=mre-digits")
     draw(page, *ring())
     page.check("[name=select][value=sample]")
-    page.click("#another")
+    page.click("#next-seed")
     page.locator("#budget").fill("5")
     page.click("#back")
     page.click("[data-node='9']")
     other = visit(f"#{page.url.partition('#')[2]}")
-    for part in ("#answer", "#step-told", "#who", "#budget-told"):
+    for part in ("#answer", "#step-text", "#usage", "#budget-text"):
         assert other.inner_text(part) == page.inner_text(part)
     assert order_of(other) == order_of(page)
 
 
 @pytest.mark.parametrize(
-    "address", ["#m=gone", "#i=g99999&k=-1&b=x&s=1e9&u=200&n=777", "#m=mre-digits&i=xAAAA", "#&&=", "#m=plays&c=9&l=7"]
+    "address",
+    [
+        "#model=gone",
+        "#image=g99999&step=-1&budget=x&seed=1e9&confidence=200&node=777",
+        "#model=mre-digits&image=xAAAA",
+        "#model=mre-digits&image=xA",
+        "#&&=",
+        "#model=plays&byte=9&block=7",
+    ],
 )
 def test_a_bad_link_still_shows_something(visit, address):
     page = visit(address)
     assert label_of(page)
-    if "gone" in address or "xAAAA" in address:
-        assert page.inner_text("#message").startswith("the link")
+    if "gone" in address or "image=x" in address:
+        assert page.inner_text("#message").startswith("The link")
 
 
-def test_everything_can_be_done_with_the_keyboard(visit):
-    page = visit("#m=mre-digits&i=g0")
-    seen = []
+def test_every_control_works_with_the_keyboard(visit):
+    page = visit("#model=mre-digits&image=g0")
+    focused = []
     for _ in range(80):
         page.keyboard.press("Tab")
-        seen.append(
+        focused.append(
             page.evaluate(
                 "document.activeElement.id || document.activeElement.dataset.node || document.activeElement.className"
             )
@@ -248,11 +263,11 @@ def test_everything_can_be_done_with_the_keyboard(visit):
         "back",
         "step",
         "seed",
-        "another",
+        "next-seed",
         "budget",
-        "sure",
+        "confidence",
         "save-png",
-    } <= set(seen)
+    } <= set(focused)
     page.focus("#pad")  # a stroke down the middle
     page.keyboard.press("Space")
     for _ in range(10):
@@ -268,24 +283,24 @@ def test_everything_can_be_done_with_the_keyboard(visit):
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.dataset.node") == str(first + 8)
-    assert page.inner_text("#who-name") == f"Layer {(first + 8) // 8 + 1}, expert {first % 8 + 1}"
+    assert page.inner_text("#usage-name") == f"Layer {(first + 8) // 8 + 1}, expert {first % 8 + 1}"
 
 
-def test_test_images_are_one_stop_and_arrows_choose_among_them(visit):
-    page = visit("#m=mre-digits&i=g0")
+def test_the_tab_key_stops_once_at_the_test_images_and_arrow_keys_select_one(visit):
+    page = visit("#model=mre-digits&image=g0")
     assert page.locator("#gallery [tabindex='0']").count() == 1
     page.focus("#gallery [tabindex='0']")
     for key, chosen in (("ArrowRight", 1), ("ArrowLeft", 0), ("ArrowLeft", 0), ("ArrowDown", 5), ("ArrowUp", 0)):
         page.keyboard.press(key)
-        assert f"i=g{chosen}&" in page.url + "&"
+        assert f"image=g{chosen}&" in page.url + "&"
         assert page.evaluate("document.activeElement.dataset.index") == str(chosen)
         assert page.locator("#gallery [tabindex='0']").get_attribute("data-index") == str(chosen)
     page.click("#clear")
     assert page.locator("#gallery [tabindex='0']").count() == 1
 
 
-def test_play_goes_on_by_itself_and_pauses(visit):
-    page = visit("#m=mre-digits&i=g10&k=0", height=899)  # a tab of its own: it keeps the clock
+def test_play_advances_by_itself_and_pauses(visit):
+    page = visit("#model=mre-digits&image=g10&step=0", height=899)  # a separate tab: the clock stays installed in it
     page.clock.install()
     page.click("#play")
     page.clock.run_for(1900)
@@ -296,12 +311,12 @@ def test_play_goes_on_by_itself_and_pauses(visit):
     assert len(order_of(page)) == 2
     page.click("#play")
     page.clock.run_for(60_000)
-    assert page.locator("#forth").is_disabled()
+    assert page.locator("#forward").is_disabled()
     assert page.inner_text("#play") == "Play"
 
 
 def test_models_can_be_changed_faster_than_they_open(visit):
-    page = visit("#m=plays")
+    page = visit("#model=plays")
     for number in (0, 1, 2, 1, 0):
         page.evaluate(f"() => {{ $('model').value = {number}; $('model').dispatchEvent(new Event('change')) }}")
     wait(page, "pack.name === 'mre-digits' && $('gallery').children.length > 0")
@@ -309,10 +324,10 @@ def test_models_can_be_changed_faster_than_they_open(visit):
     page.select_option("#model", label="colours")
     wait(page, "pack.name === 'colours'")
     assert page.locator("#bars .bar").count() == 3
-    assert "m=colours" in page.url
+    assert "model=colours" in page.url
 
 
-@pytest.mark.parametrize("address", ["#m=mre-digits", "#m=colours", "#m=plays"])
+@pytest.mark.parametrize("address", ["#model=mre-digits", "#model=colours", "#model=plays"])
 def test_a_phone_is_wide_enough(visit, address):
     page = visit(address, width=360, height=740)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
@@ -322,43 +337,45 @@ def test_a_phone_is_wide_enough(visit, address):
     assert all(left >= 0 and right <= 360 for left, right in boxes)
 
 
-PARTS = list(product(("#m=mre-digits", "#m=colours", "#m=plays"), (360, 900, 1200, 1920)))
+PARTS = list(product(("#model=mre-digits", "#model=colours", "#model=plays"), (360, 900, 1200, 1920)))
 QUICK = [PARTS[0], PARTS[2], PARTS[5], PARTS[8], PARTS[11]]  # every address and every width
 
 
 @pytest.mark.parametrize(
     ("address", "width"), [pytest.param(*part, marks=() if part in QUICK else pytest.mark.slow) for part in PARTS]
 )
-def test_every_part_is_as_wide_as_what_it_holds(visit, address, width):
+def test_no_panel_overflows(visit, address, width):
     page = visit(address, width=width)
     over = "all => all.filter(one => one.scrollWidth > one.clientWidth).map(one => one.id)"
     assert page.locator("section").evaluate_all(over) == []
     left = "(name) => document.querySelector(name).getBoundingClientRect().left"
     assert page.evaluate(left, "header") == page.evaluate(left, "main")
     assert page.locator("#seed").bounding_box()["y"] == pytest.approx(
-        page.locator("#another").bounding_box()["y"], abs=1
+        page.locator("#next-seed").bounding_box()["y"], abs=1
     )
 
 
-def test_the_answer_stands_beside_the_drawing_where_it_would_be_below_the_fold(visit):
-    narrow, wide = visit("#m=mre-digits", width=360), visit("#m=mre-digits")
+def test_a_narrow_page_shows_the_answer_beside_the_drawing_too(visit):
+    narrow, wide = visit("#model=mre-digits", width=360), visit("#model=mre-digits")
     draw(narrow, *ring())
-    assert narrow.locator("#says").is_visible()
-    assert narrow.locator("#says").evaluate("element => element.firstChild.textContent") == label_of(narrow) == "0"
-    assert not wide.locator("#says").is_visible()
+    assert narrow.locator("#near-answer").is_visible()
+    assert (
+        narrow.locator("#near-answer").evaluate("element => element.firstChild.textContent") == label_of(narrow) == "0"
+    )
+    assert not wide.locator("#near-answer").is_visible()
 
 
 @pytest.mark.parametrize("width", [360, *(pytest.param(n, marks=pytest.mark.slow) for n in (768, 1100)), 1280])
-def test_nothing_jumps_while_one_steps_or_turns_a_dial(visit, width):
-    page = visit("#m=mre-digits&i=g23", width=width)
-    tops = """() => [...document.querySelectorAll("section, .transport, #bars, #chart, #account, #budget")]
-        .filter((one) => one.id !== "who").map((one) => one.getBoundingClientRect().top + scrollY)"""
+def test_steps_and_sliders_move_no_panel(visit, width):
+    page = visit("#model=mre-digits&image=g23", width=width)
+    tops = """() => [...document.querySelectorAll("section, .transport, #bars, #chart, #cost, #budget")]
+        .filter((one) => one.id !== "usage").map((one) => one.getBoundingClientRect().top + scrollY)"""
     places = set()
     for step in range(int(page.locator("#step").get_attribute("max")) + 1):
         page.locator("#step").fill(str(step))
         page.locator("#grid .node").first.hover()
         places.add(json.dumps(page.evaluate(tops)))
-    for dial, values in (("#sure", (30, 60, 90)), ("#budget", (0, 1, 10))):
+    for dial, values in (("#confidence", (30, 60, 90)), ("#budget", (0, 1, 10))):
         for value in values:
             page.locator(dial).fill(str(value))
             places.add(json.dumps(page.evaluate(tops)))
@@ -374,24 +391,26 @@ def test_light_dark_and_less_motion(visit):
     assert dark.evaluate(moves) == "0s"
 
 
-@pytest.mark.parametrize("address", ["#m=mre-digits", "#m=plays"])
-def test_the_picture_can_be_kept(visit, address, tmp_path):
+@pytest.mark.parametrize("address", ["#model=mre-digits", "#model=plays"])
+def test_the_picture_can_be_saved(visit, address, tmp_path):
     page = visit(address)
     with page.expect_download() as svg:
         page.click("#save-svg")
-    svg.value.save_as(tmp_path / "kept.svg")
-    drawing = xml.etree.ElementTree.fromstring((tmp_path / "kept.svg").read_text())
+    svg.value.save_as(tmp_path / "saved.svg")
+    drawing = xml.etree.ElementTree.fromstring((tmp_path / "saved.svg").read_text())
     assert drawing.tag == "{http://www.w3.org/2000/svg}svg"
-    assert "var(" not in (tmp_path / "kept.svg").read_text()
+    assert "var(" not in (tmp_path / "saved.svg").read_text()
     with page.expect_download() as png:
         page.click("#save-png")
-    png.value.save_as(tmp_path / "kept.png")
-    with Image.open(tmp_path / "kept.png") as image:
+    png.value.save_as(tmp_path / "saved.png")
+    with Image.open(tmp_path / "saved.png") as image:
         assert image.width == 2 * round(float(drawing.get("width")))
         assert len(image.convert("RGB").getcolors(1 << 20)) > 10
 
 
-@pytest.mark.parametrize("address", ["#m=mre-digits&k=2", "#m=mre-digits&i=g20&u=50", "#m=plays"])
+@pytest.mark.parametrize(
+    "address", ["#model=mre-digits&step=2", "#model=mre-digits&image=g20&confidence=50", "#model=plays"]
+)
 def test_no_text_of_the_picture_is_cut_off(visit, address):
     page = visit(address, width=360)
     rights = page.evaluate("""() => {
@@ -405,10 +424,10 @@ def test_no_text_of_the_picture_is_cut_off(visit, address):
 
 
 def test_a_text_is_coloured_by_what_pytorch_runs(visit, models):
-    page, text = visit("#m=plays"), "Oh, söme\ntext"
+    page, text = visit("#model=plays"), "Oh, söme\ntext"
     page.fill("#text", text)
     tokens = list(text.encode())
-    wait(page, f"textFound.length === {len(tokens)}")
+    wait(page, f"textResults.length === {len(tokens)}")
     with torch.no_grad():
         out = models["plays"](torch.tensor([tokens]))
     route = [[node for node in row if node >= 0] for row in out.routes[0].nodes[0].tolist()]
@@ -420,45 +439,45 @@ def test_a_text_is_coloured_by_what_pytorch_runs(visit, models):
         assert label.partition(": experts ")[2] == (", ".join(str(node + 1) for node in route[byte]) or "none")
     page.hover("#bytes span[data-byte='2']")
     assert order_of(page) == route[2]
-    assert page.inner_text("#label small").startswith("comes after ,")
+    assert page.inner_text("#label small").startswith("predicted after “,”")
     page.locator("[name=block]").nth(1).check()
     assert order_of(page) == [node for node in out.routes[1].nodes[0, 2].tolist() if node >= 0]
     page.fill("#text", "x" * 60)
-    assert "looks at 48 bytes; the last 12" in page.inner_text("#text-hint")
+    assert "reads 48 bytes; the last 12" in page.inner_text("#text-hint")
 
 
-def test_a_node_tells_who_uses_it(visit, html):
-    page = visit("#m=mre-digits&i=g0&n=2")
+def test_the_usage_of_an_expert_is_shown_per_class(visit, html):
+    page = visit("#model=mre-digits&image=g0&node=2")
     packs = json.loads(re.search(r'id="models">(.*?)</script>', html.read_text(), re.DOTALL)[1])
     shares = [row[2] / 1000 for row in packs[0]["gallery"]["shares"]]
-    shown = page.locator("#who-classes em").all_inner_texts()
+    shown = page.locator("#usage-classes em").all_inner_texts()
     assert [float(text.strip("> %\u00a0")) / 100 for text in shown] == pytest.approx(shares, abs=0.0051)
-    page.locator("#who-images .thumb").first.click()
+    page.locator("#usage-images .thumb").first.click()
     assert 2 in order_of(page)
 
 
-def test_the_first_expert_is_looked_at_until_one_is_picked(visit):
-    page = visit("#m=mre-digits")
+def test_the_usage_of_the_first_expert_is_shown_until_one_is_picked(visit):
+    page = visit("#model=mre-digits")
     firsts = set()
     for image in range(0, 24, 4):
         page.locator("#gallery .thumb").nth(image).click()
         firsts.add(order_of(page)[0])
-        assert page.inner_text("#who-name") == f"Layer 1, expert {order_of(page)[0] + 1}"
+        assert page.inner_text("#usage-name") == f"Layer 1, expert {order_of(page)[0] + 1}"
         assert page.locator("#grid .chosen").get_attribute("data-node") == str(order_of(page)[0])
     assert len(firsts) > 1
-    name = page.inner_text("#who-name")
-    for image in range(3):  # an image of the expert's does not put another expert in its place
-        page.locator("#who-images .thumb").nth(image).click()
-        assert page.inner_text("#who-name") == name
+    name = page.inner_text("#usage-name")
+    for image in range(3):  # selecting an image of the expert does not replace the expert
+        page.locator("#usage-images .thumb").nth(image).click()
+        assert page.inner_text("#usage-name") == name
 
 
 def test_bytes_are_underlined_for_an_expert_that_was_picked(visit):
-    page = visit("#m=plays")
+    page = visit("#model=plays")
     assert page.locator("#bytes .uses").count() == 0
     page.locator("[data-node]").nth(order_of(page)[0]).click()
     assert page.locator("#bytes .uses").count() > 0
     page.click("#back")
-    assert page.inner_text("#why") == "The answer is that of all experts in all blocks."
+    assert page.inner_text("#end") == "The answer uses all experts of all blocks."
 
 
 @pytest.fixture(scope="session")
@@ -467,7 +486,7 @@ def axe(tmp_path_factory):
     try:
         subprocess.run(["npm", "pack", AXE], cwd=folder, check=True, capture_output=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
-        pytest.skip(f"{AXE} cannot be had: npm is not installed, or does not reach its registry")
+        pytest.skip(f"{AXE} cannot be downloaded: npm is not installed, or does not reach its registry")
     with tarfile.open(next(folder.glob("*.tgz"))) as archive:
         return archive.extractfile("package/axe.min.js").read().decode()
 
@@ -475,15 +494,15 @@ def axe(tmp_path_factory):
 @pytest.mark.parametrize(
     ("scheme", "address"),
     [
-        ("light", "#m=mre-digits&i=g23&k=2"),
-        ("dark", "#m=mre-digits&i=g22&u=60&b=4"),
-        ("light", "#m=plays&f=first"),
-        pytest.param("dark", "#m=mre-digits&i=g23&k=2", marks=pytest.mark.slow),
-        pytest.param("light", "#m=mre-digits&i=g22&u=60&b=4", marks=pytest.mark.slow),
-        pytest.param("dark", "#m=plays&f=first", marks=pytest.mark.slow),
+        ("light", "#model=mre-digits&image=g23&step=2"),
+        ("dark", "#model=mre-digits&image=g22&confidence=60&budget=4"),
+        ("light", "#model=plays&colour=first"),
+        pytest.param("dark", "#model=mre-digits&image=g23&step=2", marks=pytest.mark.slow),
+        pytest.param("light", "#model=mre-digits&image=g22&confidence=60&budget=4", marks=pytest.mark.slow),
+        pytest.param("dark", "#model=plays&colour=first", marks=pytest.mark.slow),
     ],
 )
-def test_axe_finds_no_serious_fault(visit, axe, scheme, address):
+def test_axe_finds_no_serious_accessibility_fault(visit, axe, scheme, address):
     page = visit(address, color_scheme=scheme)
     page.evaluate(axe)
     found = page.evaluate("axe.run().then(({ violations }) => violations)")

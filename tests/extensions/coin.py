@@ -1,14 +1,14 @@
 """coin: in training every sample runs one expert a layer, drawn at random; in evaluation all of them, averaged.
 
-A new router, as it would stand in raytraced/routers. Axes: B batch, N experts a layer, D width.
+A new router, as it would stand in raytraced/routers. Axes: B batch, N experts per layer, D width.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from raytraced.errors import require
 from raytraced.layer import Choice, Draws, Router
-from raytraced.words import require
 
 
 class Coin(Router):

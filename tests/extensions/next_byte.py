@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from raytraced.data.hashing import SHUFFLE, permutation
-from raytraced.layer import Call, RoutedLayer, Work
-from raytraced.models.output import Judge, Model, Output, gathered, linear_work
+from raytraced.layer import Call, Cost, RoutedLayer
+from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost
 from raytraced.tasks import task
 from raytraced.tasks.task import Batch, Tally, Task
 
@@ -44,16 +44,18 @@ class ByteModel(Model):
     def encode(self, inputs: Tensor) -> Tensor:
         return self.embedding(inputs) + self.places
 
-    def answer(self, encoded: Tensor, call: Call, mask: Tensor | None = None, judge: Judge | None = None) -> Output:
+    def answer(
+        self, encoded: Tensor, call: Call, mask: Tensor | None = None, sample_loss_fn: SampleLossFn | None = None
+    ) -> Output:
         windows, num_bytes = encoded.shape[:2]
         rows = torch.arange(windows) if call.rows is None else call.rows
         call = call._replace(rows=rows[:, None] * num_bytes + torch.arange(num_bytes))  # a number for each byte (B, T)
         out = self.layer(encoded, mask=mask, **call._asdict())
-        return gathered(self.head(out.hidden), [out], judge)
+        return gathered(self.head(out.hidden), [out], sample_loss_fn)
 
-    def work(self, inputs: Tensor, out: Output) -> dict[str, Work]:
-        looked_up = Work(0, 2 * self.embedding.embedding_dim)
-        return {"input": looked_up, **self.layer.work(out.routes[0]), "head": linear_work(self.head)}
+    def cost(self, inputs: Tensor, out: Output) -> dict[str, Cost]:
+        looked_up = Cost(0, 2 * self.embedding.embedding_dim)
+        return {"input": looked_up, **self.layer.cost(out.routes[0]), "head": linear_cost(self.head)}
 
 
 class Windows(NamedTuple):
@@ -116,7 +118,7 @@ class NextByte(Task[Text]):
         if model.card.spec != self.spec(data):
             raise ValueError(f"data={data.name}: its windows are not those of {model.name}")
 
-    def each(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    def target_losses(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """The loss of each byte (B, T), 0 for padding."""
         loss = cross_entropy(logits.mT, batch.targets, reduction="none", label_smoothing=smoothing)
         return loss * batch.mask

@@ -15,7 +15,7 @@ _images[_labels == 1, :, ::2] = 255
 class Shelf:
     """A source that gives the original file by name."""
 
-    def fetch(self, wanted, folder, tell):
+    def fetch(self, wanted, folder, report):
         return {"stripes.bin": _images.tobytes() + _labels.tobytes()}
 
 

@@ -16,12 +16,12 @@ def test_a_new_data_set_is_one_line(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(sys, "argv", ["raytraced", *words])
         return main()
 
-    assert run("data", "list", "--root", root) == 0
-    assert run("data", "get", "stripes", "--root", root) == 0
-    train = ("train", "--data", "stripes", "--data_root", root, "--output", runs, "--name", "one", "--epochs", "3")
+    assert run("data", "list", "--data-root", root) == 0
+    assert run("data", "get", "stripes", "--data-root", root) == 0
+    train = ("train", "--data", "stripes", "--data_root", root, "--runs-dir", runs, "--name", "one", "--epochs", "3")
     assert run(*train, "--batch_size", "8") == 0
-    assert run("evaluate", "one", "--output", runs, "--data_root", root) == 0
-    told = capsys.readouterr().out
-    assert "60 images 1x8x8" in told
-    assert "2 arrays verified" in told
-    assert "accuracy 100.00%" in told
+    assert run("evaluate", "one", "--runs-dir", runs, "--data_root", root) == 0
+    printed = capsys.readouterr().out
+    assert "60 images 1x8x8" in printed
+    assert "2 arrays verified" in printed
+    assert "accuracy 100.00%" in printed

@@ -7,9 +7,9 @@ import torch
 
 import raytraced
 from raytraced import routers
-from raytraced.commands.models import models
+from raytraced.cli.models import models
 from raytraced.cost import measure, num_parameters
-from raytraced.models.table import GRID, MODELS, ModelInfo
+from raytraced.models.registry import GRID, MODELS, ModelInfo
 from raytraced.training.config import TrainConfig
 from raytraced.training.loop import train
 
@@ -24,9 +24,9 @@ def _registered(monkeypatch):
 
 def test_it_is_trained_saved_loaded_and_costed(tmp_path):
     config = TrainConfig(
-        model="coin", model_options={"dim": 8, "kept": 0.75}, epochs=1, batch_size=256, output=str(tmp_path)
+        model="coin", model_options={"dim": 8, "kept": 0.75}, epochs=1, batch_size=256, runs_dir=str(tmp_path)
     )
-    run = train(config, pictures=False)
+    run = train(config, callbacks=())
     (epoch,), summary = run.read_metrics(), run.read_summary()
     # One of 8 experts in each of 4 layers, for three quarters of the samples: 3 ± 0.1 is five standard errors of 1,300.
     assert epoch["train_experts"] == pytest.approx(4 * 0.75, abs=0.1)
@@ -39,8 +39,8 @@ def test_it_is_trained_saved_loaded_and_costed(tmp_path):
     assert torch.equal(raytraced.load(tmp_path / "again.safetensors")(images).logits, model(images).logits)
     cost = measure(model, images)
     assert cost.used_parameters == cost.parameters == num_parameters(model)
-    assert cost.multiply_adds == 64 * 8 + 32 * 3 * 64 + 80 == summary["test"]["macs"]["total"]
-    assert cost.routing_multiply_adds == 0
+    assert cost.macs == 64 * 8 + 32 * 3 * 64 + 80 == summary["test"]["macs"]["total"]
+    assert cost.routing_macs == 0
 
 
 def test_it_is_listed_and_its_options_are_checked(capsys):

@@ -7,7 +7,7 @@ import torch
 
 import raytraced as rt
 from raytraced.models.classifier import InputBlock
-from raytraced.models.table import MODELS
+from raytraced.models.registry import MODELS
 
 DIGITS = {"image_shape": (1, 8, 8), "num_classes": 10}
 TINY = DIGITS | {"dim": 4, "num_layers": 2, "num_experts": 2}
@@ -84,7 +84,7 @@ def test_the_answer_with_no_expert_is_the_output_layer_on_the_input_block():
 
 
 def test_anytime_without_a_generator_follows_one_sequence_of_draws():
-    model, images = rt.build("mre", **DIGITS, reach=0.0).eval(), torch.randn(50, 1, 8, 8)
+    model, images = rt.build("mre", **DIGITS, output_logit_offset=0.0).eval(), torch.randn(50, 1, 8, 8)
     counts = [step.num_active for step in rt.anytime(model, images, select="sample", max_experts=6)]
     for before, after in itertools.pairwise(counts):
         assert (after >= before).all()
@@ -138,7 +138,7 @@ def test_no_images_at_all_give_no_answers():
         (lambda: rt.build("mre", **DIGITS, stream="x"), "stream='x': must be one of"),
         (lambda: InputBlock((3, 7, 9), 4), r"image_shape=\(3, 7, 9\): colour images must be at least 8 by 8"),
         (lambda: InputBlock((1, 8, 8), 4, mean=[0.5]), r"mean, std=\(\[0.5\], None\): must be given both, or neither"),
-        (lambda: InputBlock((1, 8, 8), 4, [0.5, 0.5], [1.0, 1.0]), "one value a channel is needed, the images have 1"),
+        (lambda: InputBlock((1, 8, 8), 4, [0.5, 0.5], [1.0, 1.0]), "one value per channel is needed, the images have 1"),
         (lambda: InputBlock((1, 8, 8), 4, [0.5], [0.0]), r"std=\(0.0,\): must be above 0"),
         (lambda: rt.build("mre", image_shape=(1, 8, 8), num_classes=0), "num_classes=0: must be at least 1"),
         (lambda: rt.build("mre", image_shape=(1, 8, 8)), "mre: needs num_classes"),
@@ -147,8 +147,8 @@ def test_no_images_at_all_give_no_answers():
         (lambda: next(iter(rt.anytime(rt.build("mre", **TINY), torch.full((1, 1, 8, 8), torch.nan)))), "inputs: 64 of 64 values are not finite"),
         (lambda: next(iter(rt.anytime(rt.build("mre", **TINY), torch.zeros(1, 1, 8, 8), max_experts=-1))), "max_experts=-1: must be"),
         (lambda: next(iter(rt.anytime(rt.build("top-k", **TINY), torch.zeros(1, 1, 8, 8)))), "top-k: has one answer only"),
-        (lambda: rt.build("top-k", **TINY)(torch.zeros(1, 1, 8, 8), max_experts=1), "select and max_experts: are for layers that answer along the way"),
-        (lambda: rt.build("dense", **DIGITS)(torch.zeros(1, 1, 8, 8), select="sample"), "select and max_experts: are for layers that answer along the way"),
+        (lambda: rt.build("top-k", **TINY)(torch.zeros(1, 1, 8, 8), max_experts=1), "select and max_experts: this router supports neither"),
+        (lambda: rt.build("dense", **DIGITS)(torch.zeros(1, 1, 8, 8), select="sample"), "select and max_experts: this router supports neither"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named_with_its_value_and_the_rule(call, message):

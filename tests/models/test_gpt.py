@@ -6,8 +6,8 @@ from torch.nn.functional import cross_entropy
 
 import raytraced
 from raytraced.cost import num_parameters, sample_cost
-from raytraced.models.gpt import Attention, Cache, draw_token, rotate
-from raytraced.models.table import MODELS
+from raytraced.models.gpt import Attention, KVCache, draw_token, rotate
+from raytraced.models.registry import MODELS
 
 SMALL = {"dim": 16, "hidden": 8, "num_layers": 2, "num_experts": 3, "depth": 2, "num_heads": 2, "context": 12}
 ROUTERS = [name for name, info in MODELS.items() if info.model is None]
@@ -39,7 +39,7 @@ def test_a_later_token_changes_no_earlier_answer(name, tokens):
 @pytest.mark.parametrize("name", ROUTERS)
 def test_every_router_trains_in_its_blocks_and_survives_a_file(name, tokens, tmp_path):
     model = build(name).train()
-    out = model(tokens, judge=lambda logits: cross_entropy(logits.mT, tokens, reduction="none").mean(-1))
+    out = model(tokens, sample_loss_fn=lambda logits: cross_entropy(logits.mT, tokens, reduction="none").mean(-1))
     assert out.logits.shape == (3, 12, 256)
     assert len(out.routes) == 2
     assert out.num_experts.shape == (3, 12)
@@ -57,7 +57,9 @@ def test_every_router_trains_in_its_blocks_and_survives_a_file(name, tokens, tmp
 def test_a_policy_is_rewarded_by_the_loss_of_each_text(tokens):
     model = build("ada-k").train()
     one, other = (
-        model(tokens, judge=lambda _, worse=worse: torch.tensor([0.0, worse, 1.0]), generator=torch.Generator()).loss
+        model(
+            tokens, sample_loss_fn=lambda _, worse=worse: torch.tensor([0.0, worse, 1.0]), generator=torch.Generator()
+        ).loss
         for worse in (0.0, 5.0)
     )
     assert one is not None
@@ -98,7 +100,7 @@ def test_tokens_given_one_by_one_or_in_parts_get_the_answers_of_the_whole(name, 
     model = build(name)
     whole = model(tokens)
     for cuts in ([1] * 12, [5, 1, 6], [12]):
-        cache, parts = Cache(), []
+        cache, parts = KVCache(), []
         for part in tokens.split(cuts, 1):
             parts.append(model(part, cache=cache))
         assert cache.get_seq_length() == 12
@@ -113,7 +115,7 @@ def test_sampled_experts_are_the_same_with_a_cache(tokens):
     def run(part, **options):
         return model(part, select="sample", rows=rows, generator=torch.Generator().manual_seed(2), **options)
 
-    cache, whole = Cache(), run(tokens)
+    cache, whole = KVCache(), run(tokens)
     parts = [run(part, cache=cache).num_experts for part in tokens.split([4, 8], 1)]
     assert torch.equal(torch.cat(parts, 1), whole.num_experts)
 
@@ -161,7 +163,7 @@ def test_a_texts_answer_and_draws_are_its_own_in_any_batch(tokens):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["mre", "top-k"])
-def test_padding_is_not_looked_at_and_runs_nothing_wherever_it_stands(name, tokens):
+def test_padding_is_not_attended_to_and_runs_nothing_wherever_it_stands(name, tokens):
     model = build(name)
     alone = model(tokens[:, :8])
     for start in (0, 4, 2):  # behind the text, before it, around it
@@ -195,9 +197,9 @@ def test_work_is_counted_from_the_matrices(tokens):
     model = build("dense", num_blocks=3, hidden=8)
     cost = sample_cost(model, tokens, model(tokens))
     attention = [4 * 16 * 16 + 2 * 16 * (position + 1) for position in range(12)]
-    assert cost.input_multiply_adds.tolist() == [[2 * each for each in attention]] * 3
-    assert bool((cost.expert_multiply_adds == 2 * 3 * 2 * 16 * 8).all())
-    assert bool((cost.head_multiply_adds == 16 * 256).all())
+    assert cost.input_macs.tolist() == [[2 * each for each in attention]] * 3
+    assert bool((cost.expert_macs == 2 * 3 * 2 * 16 * 8).all())
+    assert bool((cost.head_macs == 16 * 256).all())
     assert bool((cost.parameters == num_parameters(model)).all())  # without routing everything takes part
 
 
@@ -205,7 +207,7 @@ def test_defaults_and_refusals():
     model = raytraced.build("gpt-mre")
     assert (model.context, len(model.blocks), model.card.options["dim"]) == (128, 2, 96)
     assert model.blocks[0].layer.experts.widths == (96, 192, 96)
-    assert model.card.spec == {"depth": 2, "num_heads": 4, "context": 128, "vocabulary": 256}  # as they are today
+    assert model.card.spec == {"depth": 2, "num_heads": 4, "context": 128, "vocab_size": 256}  # as they are today
     cases = {
         "dim=18: must be a multiple of 2 · num_heads=4": {"dim": 18, "num_heads": 2},
         "depth=0: must be a whole number, at least 1": {"depth": 0},

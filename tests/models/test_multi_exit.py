@@ -27,7 +27,7 @@ def all_answers(model, images):
 
 
 @pytest.mark.parametrize("stream", ["last", "residual"])
-def test_a_sample_leaves_at_the_first_exit_that_is_sure(stream):
+def test_a_sample_leaves_at_the_first_exit_that_is_confident(stream):
     model = make_model(stream=stream, confidence=0.45).eval()
     for head in model.heads:
         head.weight.data *= 3
@@ -35,17 +35,17 @@ def test_a_sample_leaves_at_the_first_exit_that_is_sure(stream):
     out = model(images)
     exits = set()
     for b, row in enumerate(all_answers(model, images)):
-        sure = [e for e, logits in enumerate(row) if logits.softmax(-1).max() >= 0.45 or e == 3]
-        torch.testing.assert_close(out.logits[b], row[sure[0]])
-        assert out.routes[0].active[b, :, 0].tolist() == [1.0] * sure[0] + [0.0] * (3 - sure[0])
-        exits.add(sure[0])
+        confidence = [e for e, logits in enumerate(row) if logits.softmax(-1).max() >= 0.45 or e == 3]
+        torch.testing.assert_close(out.logits[b], row[confidence[0]])
+        assert out.routes[0].active[b, :, 0].tolist() == [1.0] * confidence[0] + [0.0] * (3 - confidence[0])
+        exits.add(confidence[0])
     assert len(exits) > 2
 
 
 def test_training_runs_to_the_end_and_asks_every_exit():
     model = make_model()
     images, labels = torch.randn(7, 1, 4, 4, dtype=torch.float64), torch.arange(7) % 5
-    out = model(images, judge=lambda logits: cross_entropy(logits, labels, reduction="none"))
+    out = model(images, sample_loss_fn=lambda logits: cross_entropy(logits, labels, reduction="none"))
     assert out.routes[0].active.all()
     rows = all_answers(model, images)
     torch.testing.assert_close(out.logits, torch.stack([row[-1] for row in rows]))
@@ -55,20 +55,24 @@ def test_training_runs_to_the_end_and_asks_every_exit():
     assert all(parameter.grad.any() for parameter in model.heads.parameters())
 
 
-def test_a_model_that_nobody_judges_has_no_loss_of_its_own():
+def test_without_a_loss_function_there_is_no_own_loss():
     images = torch.randn(2, 1, 4, 4, dtype=torch.float64)
     assert make_model()(images).loss is None
-    assert make_model().eval()(images, judge=lambda logits: logits.sum(-1)).loss is None
-    assert make_model()(images, judge=lambda logits: logits.sum(-1), max_experts=0).loss is None  # no earlier answer
+    assert make_model().eval()(images, sample_loss_fn=lambda logits: logits.sum(-1)).loss is None
+    assert (
+        make_model()(images, sample_loss_fn=lambda logits: logits.sum(-1), max_experts=0).loss is None
+    )  # no earlier answer
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_padding_runs_no_layer_and_is_not_judged(training):
+def test_padding_runs_no_layer_and_has_no_loss(training):
     model = make_model(confidence=0.5).train(training)
     images, mask = torch.randn(6, 1, 4, 4, dtype=torch.float64), torch.tensor([1, 0, 1, 1, 0, 1]).bool()
     seen = torch.randn(6, dtype=torch.float64)
-    out = model(images, mask=mask, judge=lambda logits: logits[:, 0] * (seen if len(logits) == 6 else seen[mask]))
-    real = model(images[mask], judge=lambda logits: logits[:, 0] * seen[mask])
+    out = model(
+        images, mask=mask, sample_loss_fn=lambda logits: logits[:, 0] * (seen if len(logits) == 6 else seen[mask])
+    )
+    real = model(images[mask], sample_loss_fn=lambda logits: logits[:, 0] * seen[mask])
     torch.testing.assert_close(out.logits[mask], real.logits)
     assert torch.equal(out.routes[0].active[mask], real.routes[0].active)
     assert not out.routes[0].active[~mask].any()

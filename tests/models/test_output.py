@@ -5,8 +5,8 @@ from torch import nn
 
 from raytraced import Output, RaytracedExperts
 from raytraced.cost import sample_cost
-from raytraced.layer import Work, routed_layer
-from raytraced.models.output import Model, linear_work
+from raytraced.layer import Cost, routed_layer
+from raytraced.models.output import Model, linear_cost
 from raytraced.routers.top_k import TopK
 
 
@@ -22,10 +22,10 @@ class Tower(Model):
         second = self.second(first.hidden, mask=mask)
         return Output(self.head(second.hidden), (first.route, second.route))
 
-    def work(self, inputs, out):
-        first, second = (layer.work(route) for layer, route in zip(self.routed_layers(), out.routes, strict=True))
-        both = {part: Work(*(a + b for a, b in zip(first[part], second[part], strict=True))) for part in first}
-        return {"input": Work(0, 0), **both, "head": linear_work(self.head)}
+    def cost(self, inputs, out):
+        first, second = (layer.cost(route) for layer, route in zip(self.routed_layers(), out.routes, strict=True))
+        both = {part: Cost(*(a + b for a, b in zip(first[part], second[part], strict=True))) for part in first}
+        return {"input": Cost(0, 0), **both, "head": linear_cost(self.head)}
 
 
 def test_every_routed_layer_has_its_own_route_and_all_count():
@@ -35,6 +35,6 @@ def test_every_routed_layer_has_its_own_route_and_all_count():
     assert [route.active.shape for route in out.routes] == [(4, 5, 3, 4), (4, 5, 1, 5)]
     assert torch.equal(out.num_experts, out.routes[0].active.sum((-1, -2)).long() + 2 * mask)
     cost = sample_cost(model, inputs, out, mask)
-    assert cost.experts.shape == cost.multiply_adds.shape == cost.parameters.shape == (4, 5)
-    assert torch.equal(cost.expert_multiply_adds, out.num_experts * 3 * 36)
-    assert not cost.multiply_adds[~mask].any()
+    assert cost.experts.shape == cost.macs.shape == cost.parameters.shape == (4, 5)
+    assert torch.equal(cost.expert_macs, out.num_experts * 3 * 36)
+    assert not cost.macs[~mask].any()

@@ -1,4 +1,4 @@
-"""The rivals again, slowly and obviously: one sample, one expert at a time, in float64. Shares no code with the library."""
+"""Slow, obvious implementations of the baselines: one sample and one expert at a time, without code of the library."""
 
 import torch
 
@@ -10,7 +10,7 @@ def gate(router, step, hidden):
 
 
 def number(value):
-    """A Python number of a scalar, whether it has a gradient or not."""
+    """A scalar as a Python number, with or without a gradient."""
     return float(value.detach()) if isinstance(value, torch.Tensor) else value
 
 
@@ -20,17 +20,17 @@ def by_strength(values):
 
 
 def normalised(values):
-    """exp of each, divided by their sum."""
+    """The softmax of a list of scalars."""
     exponentials = [value.exp() for value in values]
     total = sum(exponentials)
     return [value / total for value in exponentials]
 
 
 def top_k(router, step, hidden):
-    """Expert -> weight, of those that run."""
+    """The weights of the experts that run, by expert."""
     logits = gate(router, step, hidden)
     chosen = by_strength(logits)[: router.k]
-    if router.k == 1:  # as in Switch: among all, or the weight would be 1 whatever the gate says
+    if router.k == 1:  # as in Switch: the probability among all experts
         return {chosen[0]: normalised(logits)[chosen[0]]}
     scale = router.k if router.total == "count" else 1
     return {e: scale * share for e, share in zip(chosen, normalised([logits[e] for e in chosen]), strict=True)}
@@ -85,7 +85,7 @@ def chain(router, step, hidden):
 
 
 def ada_k(num_experts):
-    """The router, given how many experts each step runs."""
+    """The reference of ada-k, for a known number of experts per step."""
 
     def route(router, step, hidden):
         logits = gate(router, step, hidden)

@@ -1,4 +1,4 @@
-"""Losses and biases that share the load among experts."""
+"""Losses and biases that balance the load of the experts."""
 
 import copy
 
@@ -17,8 +17,8 @@ from raytraced.routers.top_k import TopK
 
 
 def test_the_balance_loss_is_1_if_uniform_and_the_number_of_experts_if_all_go_to_one():
-    uniform, everyone = torch.full((6, 4), 0.25), torch.ones(6, 4)
-    assert balance_loss(uniform, everyone) == 1
+    uniform, all_experts = torch.full((6, 4), 0.25), torch.ones(6, 4)
+    assert balance_loss(uniform, all_experts) == 1
     one = torch.nn.functional.one_hot(torch.zeros(6, dtype=torch.int64), 4).float()
     assert balance_loss(one, one) == 4
 
@@ -33,17 +33,17 @@ def test_the_balance_loss_equals_a_loop_over_experts():
         torch.testing.assert_close(ours, theirs)
 
 
-def test_null_experts_share_their_mean_load():
+def test_each_null_expert_counts_with_their_mean_load():
     probs = torch.rand(7, 5, dtype=torch.float64).softmax(-1)
     chosen = torch.tensor([[1, 0, 1, 0, 0]] * 4 + [[0, 1, 0, 1, 0]] * 3).double()
-    # Of 14 choices: 4 and 3 of the true experts, 4 + 3 + 0 of the three null ones, 7/3 each.
+    # 14 choices: 4 and 3 for the two experts, 4 + 3 + 0 for the three null experts, a mean of 7/3.
     share = torch.tensor([4, 3, 7 / 3, 7 / 3, 7 / 3], dtype=torch.float64) / 14
     torch.testing.assert_close(balance_loss(probs, chosen, num_null=3), 5 * (share * probs.mean(0)).sum())
 
 
 def test_orthogonal_directions_cost_only_their_length():
     assert diversity_loss(3 * torch.eye(4)) == 3
-    assert diversity_loss(torch.ones(2, 1)) == pytest.approx(2**0.5 + 1)  # two that are the same: ‖J − I‖ = √2
+    assert diversity_loss(torch.ones(2, 1)) == pytest.approx(2**0.5 + 1)  # two equal directions: ‖J − I‖ = √2
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_orthogonal_directions_cost_only_their_length():
         (ChainOfExperts, "balance", 0.5),
     ],
 )
-def test_a_layers_own_loss_is_in_proportion_to_its_weight_and_for_training_only(cls, option, weight):
+def test_the_routers_loss_is_proportional_to_its_weight_and_only_for_training(cls, option, weight):
     layer = routed_layer(cls, 5, 3, 4, **{option: weight}).double()
     hidden = torch.randn(20, 5, dtype=torch.float64)
     once = layer(hidden).loss
@@ -81,7 +81,7 @@ def test_the_entropy_loss_of_a_uniform_gate_is_the_logarithm_of_the_number_of_ex
     torch.testing.assert_close(loss, 3 * 0.5 * torch.tensor(4.0, dtype=torch.float64).log())
 
 
-def test_the_bias_of_an_expert_rises_by_u_below_the_mean_load_and_falls_above_it():
+def test_the_bias_rises_by_the_update_rate_below_the_mean_load_and_falls_above_it():
     layer = routed_layer(AuxFree, 5, 1, 4, k=1, update_rate=0.125)
     with torch.no_grad():
         layer.router.gates[0].weight.zero_()
@@ -92,7 +92,7 @@ def test_the_bias_of_an_expert_rises_by_u_below_the_mean_load_and_falls_above_it
     assert layer.router.bias.tolist() == [[0.125, -0.125, 0.25, 0.0]]
 
 
-def test_the_bias_moves_in_training_only_and_no_gradient_moves_it():
+def test_the_bias_changes_in_training_only_and_has_no_gradient():
     layer = routed_layer(AuxFree, 5, 2, 4).eval()
     layer(torch.randn(8, 5))
     assert not layer.router.bias.any()
@@ -102,13 +102,13 @@ def test_the_bias_moves_in_training_only_and_no_gradient_moves_it():
     assert layer.router.bias.any()
 
 
-def test_the_penalty_rises_where_more_than_k_experts_run_and_weighs_gates_by_load():
+def test_the_penalty_rises_if_more_than_k_experts_run_and_weights_gates_by_load():
     layer = routed_layer(ReLURouting, 5, 1, 4, k=2.0, pace=1.5).double()
     with torch.no_grad():
         layer.router.gates[0].weight.zero_()
-        layer.router.gates[0].bias.copy_(torch.tensor([0.5, 1.0, 2.0, -1.0]))  # three of four run, everywhere
+        layer.router.gates[0].bias.copy_(torch.tensor([0.5, 1.0, 2.0, -1.0]))  # three of four experts run for every row
     out = layer(torch.randn(8, 5, dtype=torch.float64))
-    # of every row: penalty · (N / k) · the sum of share times gate
+    # per row: penalty · (N / k) · the sum of share times gate
     torch.testing.assert_close(out.loss, torch.tensor(1e-8 * 4 / 2 * 3.5, dtype=torch.float64), rtol=1e-6, atol=0)
     torch.testing.assert_close(layer.router.penalty, torch.tensor([1.5e-8]).double(), rtol=1e-6, atol=0)
     layer.router.move_penalty(0, torch.tensor(1.9))

@@ -1,10 +1,11 @@
-"""Models without routing: the plain MLP is a plain MLP, the dense control is the expert network with one expert a layer."""
+"""Models without routing: mlp is a plain MLP, dense is the expert network with one expert per layer."""
 
 import pytest
 import torch
 from torch import nn
 
 from raytraced import build
+from raytraced.experts import Stream
 from raytraced.routers.dense import DenseBlocks
 from reference import stack_of_one
 
@@ -19,7 +20,7 @@ def test_mlp_total_is_the_plain_mlp_of_the_paper():
     assert widths == [(784, 36), *[(36, 36)] * 8, (36, 10)]
 
 
-def test_an_mlp_with_a_residual_stream_adds_each_layer_to_what_it_got():
+def test_an_mlp_with_a_residual_stream_adds_each_layer_to_its_input():
     model = build("mlp-avg", image_shape=(1, 4, 4), num_classes=3, dim=6, num_layers=2, stream="residual").double()
     images = torch.randn(5, 1, 4, 4, dtype=torch.float64)
     hidden = model.input_block(images)
@@ -28,8 +29,8 @@ def test_an_mlp_with_a_residual_stream_adds_each_layer_to_what_it_got():
     torch.testing.assert_close(model(images).logits, model.head(hidden.relu()))
 
 
-@pytest.mark.parametrize("stream", ["residual", "skip-sum", "last"])
-def test_dense_blocks_equal_a_loop_over_samples_with_one_expert_a_layer(stream):
+@pytest.mark.parametrize("stream", list(Stream))
+def test_dense_blocks_equal_a_loop_over_samples_with_one_expert_per_layer(stream):
     layer = DenseBlocks(5, 3, stream=stream).double()
     hidden = torch.randn(2, 4, 5, dtype=torch.float64)
     expected = [stack_of_one(layer.experts, row, [[1.0]] * 3, stream) for row in hidden.flatten(0, 1)]
@@ -38,7 +39,7 @@ def test_dense_blocks_equal_a_loop_over_samples_with_one_expert_a_layer(stream):
     assert out.route.active.tolist() == [[[[1.0]] * 3] * 4] * 2
 
 
-def test_dense_takes_experts_of_the_users_own():
+def test_dense_takes_custom_experts():
     layer = DenseBlocks(5, 2, expert=lambda: nn.Linear(5, 5))
     hidden = torch.randn(3, 5)
     first = hidden + layer.experts.nodes[0](hidden)

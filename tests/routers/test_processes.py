@@ -1,4 +1,4 @@
-"""Load is that of all processes: two of them do what one does with the whole batch."""
+"""The load is summed over all processes: two processes train as one process with the whole batch."""
 
 import torch
 

@@ -1,11 +1,11 @@
-"""Every routed rival against a loop over samples and experts; cases with a known answer; experts that nobody chose."""
+"""Every baseline against a loop over samples and experts; cases with a known answer; experts that no sample chose."""
 
 import pytest
 import torch
 
-from raytraced.draws import uniform
-from raytraced.grid import make_grid, update_dense
+from raytraced.experts import Stream, make_grid, update_dense
 from raytraced.layer import Choice, RoutedLayer, Router, routed_layer
+from raytraced.rng import uniform
 from raytraced.routers.ada_k import AdaK
 from raytraced.routers.aux_free import AuxFree
 from raytraced.routers.chain import ChainOfExperts
@@ -36,20 +36,20 @@ ROUTERS = {
 
 def make_layer(cls, dim=5, num_layers=3, num_experts=4, **options):
     layer = routed_layer(cls, dim, num_layers, num_experts, **options).double()
-    with torch.no_grad():  # far from uniform, so that samples differ in how many experts they run
+    with torch.no_grad():  # far from uniform, so that samples run different numbers of experts
         for gate in layer.router.gates:
             gate.weight *= 4
     return layer
 
 
 def gradients(module, loss, **inputs):
-    """By name, of parameters and given inputs; what the loss does not reach has a gradient of 0."""
+    """Gradients of the parameters and of the inputs, by name; 0 where the loss does not depend on one."""
     names, parameters = zip(*module.named_parameters(), *inputs.items(), strict=True)
     found = torch.autograd.grad(loss, parameters, allow_unused=True)
     return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, parameters, found, strict=True)}
 
 
-@pytest.mark.parametrize("stream", ["residual", "skip-sum", "last"])
+@pytest.mark.parametrize("stream", list(Stream))
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_router_equals_a_loop_over_samples(name, stream):
     cls, options, route = ROUTERS[name]
@@ -74,7 +74,7 @@ def test_a_router_equals_a_loop_over_samples(name, stream):
 def test_ada_k_equals_a_loop_over_samples_that_draws_the_same():
     layer = make_layer(AdaK)
     layer.router.old_weight.normal_()
-    layer.router.num_calls += 1  # the copy π_old stays another than π
+    layer.router.num_calls += 1  # the copy π_old stays different from π
     hidden, probe = torch.randn(9, 5, dtype=torch.float64), torch.randn(9, 5, dtype=torch.float64)
     rows = torch.arange(9) * 7
     out = layer(hidden, generator=torch.Generator().manual_seed(3), rows=rows)
@@ -114,7 +114,7 @@ def test_leading_axes_are_kept(name):
 
 
 def flat_gates(layer):
-    """Gates that like all experts the same."""
+    """Set all gates to zero: every expert has the same probability."""
     with torch.no_grad():
         for gate in layer.router.gates:
             gate.weight.zero_()
@@ -141,13 +141,13 @@ def test_a_uniform_gate_gives_each_of_k_experts_one_kth(cls):
 @pytest.mark.parametrize(
     ("threshold", "num_expected"), [(0.0, 1), (0.24, 1), (0.25, 1), (0.26, 2), (0.75, 3), (1.0, 4)]
 )
-def test_a_uniform_gate_runs_as_many_experts_as_reach_the_threshold(threshold, num_expected):
+def test_a_uniform_gate_runs_the_number_of_experts_that_reaches_the_threshold(threshold, num_expected):
     layer = flat_gates(make_layer(Threshold, threshold=threshold)).eval()
     out = layer(torch.randn(6, 5, dtype=torch.float64))
     assert out.route.active.sum(-1).eq(num_expected).all()
 
 
-def test_a_threshold_of_1_runs_all_experts_and_of_0_the_strongest():
+def test_a_threshold_of_1_runs_all_experts_and_of_0_the_most_probable_one():
     hidden = torch.randn(50, 5, dtype=torch.float64)
     layer = make_layer(Threshold, num_layers=1, threshold=1.0)
     assert layer(hidden).route.active.all()
@@ -157,7 +157,7 @@ def test_a_threshold_of_1_runs_all_experts_and_of_0_the_strongest():
     assert layer(hidden).route.active.sum(-1).eq(1).all()
 
 
-def test_one_expert_of_one_is_run_with_weight_1():
+def test_the_only_expert_of_a_layer_has_weight_1():
     hidden = torch.randn(6, 5, dtype=torch.float64)
     for cls, options in [
         (TopK, {"k": 1}),
@@ -181,7 +181,7 @@ def test_aux_free_without_bias_is_top_k():
     assert torch.equal(ours(hidden).route.active, theirs(hidden).route.active)
 
 
-def test_a_plan_of_one_layer_is_top_k_and_of_more_layers_sees_what_the_first_one_saw():
+def test_planned_equals_top_k_in_one_layer_and_reads_the_layers_input_in_all():
     hidden = torch.randn(20, 5, dtype=torch.float64)
     for num_layers in (1, 3):
         torch.manual_seed(num_layers)
@@ -198,7 +198,7 @@ def test_a_plan_of_one_layer_is_top_k_and_of_more_layers_sees_what_the_first_one
         assert torch.allclose(out.hidden, stepwise(hidden).hidden) == (num_layers == 1)
 
 
-def test_a_sample_that_chose_null_experts_only_is_left_as_it_is():
+def test_a_sample_with_null_experts_only_passes_unchanged():
     layer = flat_gates(make_layer(NullExperts, k=2, num_null=3))
     with torch.no_grad():
         for gate in layer.router.gates:
@@ -220,7 +220,7 @@ def test_without_null_experts_adamoe_is_top_k():
     torch.testing.assert_close(ours(hidden).hidden, theirs(hidden).hidden)
 
 
-def test_top_any_runs_the_nearest_expert_if_none_is_near_enough():
+def test_top_any_runs_the_most_similar_expert_if_none_reaches_its_threshold():
     layer = make_layer(TopAny, num_layers=1)
     layer.router.thresholds.data.fill_(2.0)  # no cosine reaches it
     hidden = torch.randn(20, 5, dtype=torch.float64)
@@ -230,7 +230,7 @@ def test_top_any_runs_the_nearest_expert_if_none_is_near_enough():
     assert torch.equal(active.argmax(-1), cosine.argmax(-1))
 
 
-def test_top_any_removes_the_experts_that_nobody_opened_for_so_many_steps():
+def test_top_any_removes_experts_that_no_sample_chose_for_a_number_of_steps():
     layer = make_layer(TopAny, num_layers=2, removal=3)
     layer.router.thresholds.data[0, 1] = 9.0
     hidden = torch.randn(20, 5, dtype=torch.float64)
@@ -240,12 +240,12 @@ def test_top_any_removes_the_experts_that_nobody_opened_for_so_many_steps():
     never = layer(hidden).route.active.eq(0).all(0)
     assert torch.equal(layer.router.removed, never)
     assert never[0, 1]
-    layer.router.thresholds.data[0, 1] = -9.0  # too late
+    layer.router.thresholds.data[0, 1] = -9.0  # has no effect any more
     assert not layer.eval()(hidden).route.active[:, 0, 1].any()
 
 
 @pytest.mark.parametrize("options", [{"removal": 0}, {"removal": 1}])
-def test_top_any_removes_nobody_outside_training_or_without_removal(options):
+def test_top_any_removes_no_expert_outside_training_or_without_removal(options):
     layer = make_layer(TopAny, **options).train(not options["removal"])
     layer.router.thresholds.data[0, 1] = 9.0
     layer(torch.randn(20, 5, dtype=torch.float64))
@@ -253,15 +253,15 @@ def test_top_any_removes_nobody_outside_training_or_without_removal(options):
     assert not layer.router.opened.any()
 
 
-def test_top_any_starts_with_directions_at_right_angles():
+def test_top_any_starts_with_orthogonal_directions():
     directions = make_layer(TopAny).router.directions
     for one in directions:  # four of five dimensions
         torch.testing.assert_close(
             one @ one.mT, torch.eye(4, dtype=torch.float64), rtol=0, atol=1e-6
-        )  # made in single precision
+        )  # initialised in single precision
 
 
-def test_top_any_learns_from_what_is_charged_for_active_experts():
+def test_top_any_thresholds_get_a_gradient_from_a_cost_of_active_experts():
     layer = make_layer(TopAny)
     layer(torch.randn(20, 5, dtype=torch.float64)).route.active.sum().backward()
     assert (layer.router.thresholds.grad < 0).all()  # a higher threshold, fewer active experts
@@ -277,11 +277,11 @@ def test_rounds_of_a_chain_share_the_experts_of_their_layer():
 
 
 @pytest.mark.parametrize("name", [*ROUTERS, "ada-k"])
-def test_an_expert_that_nobody_chose_gets_no_gradient_and_breaks_nothing(name):
+def test_an_expert_that_no_sample_chose_gets_a_zero_gradient(name):
     cls, options, _ = ROUTERS.get(name, (AdaK, {}, None))
     options = options | ({"threshold": 0.5} if cls is Threshold else {})
     layer = make_layer(cls, **options)
-    with torch.no_grad():  # expert 0 of the first layer is what no gate likes
+    with torch.no_grad():  # no gate chooses expert 0 of the first layer
         for gate in layer.router.gates[: layer.router.num_rounds]:
             gate.weight[0], gate.bias[0] = 0.0, -30.0
         if cls is TopAny:
@@ -302,7 +302,7 @@ def test_an_expert_that_nobody_chose_gets_no_gradient_and_breaks_nothing(name):
 
 
 @pytest.mark.parametrize("name", [*ROUTERS, "ada-k"])
-def test_an_empty_batch_gives_an_empty_answer_and_a_finite_loss(name):
+def test_an_empty_batch_gives_an_empty_output_and_a_finite_loss(name):
     layer = make_layer(AdaK if name == "ada-k" else ROUTERS[name][0])
     out = layer(torch.zeros(0, 5, dtype=torch.float64))
     assert out.hidden.shape == (0, 5)
@@ -339,7 +339,7 @@ def test_an_empty_batch_gives_an_empty_answer_and_a_finite_loss(name):
         (AdaK, {"expert_cost": -1.0}, "expert_cost=-1.0: must not be negative"),
     ],
 )
-def test_an_option_that_makes_no_sense_is_refused_by_name_value_and_rule(cls, options, message):
+def test_an_invalid_option_is_refused_with_its_name_value_and_rule(cls, options, message):
     with pytest.raises(ValueError) as error:
         routed_layer(cls, **{"dim": 5, "num_layers": 3, "num_experts": 4} | options)
     assert str(error.value) == message
@@ -354,7 +354,7 @@ def test_hidden_vectors_of_another_width_are_refused():
         make_layer(TopK)(torch.zeros((), dtype=torch.float64))
 
 
-def test_a_layer_has_a_residual_stream_and_two_hidden_layers_an_expert_unless_told_otherwise():
+def test_by_default_a_layer_has_a_residual_stream_and_two_hidden_layers_per_expert():
     layer = RoutedLayer(TopK(5, 3, 4), make_grid(5, 3, 4), 5)
     assert layer.stream == "residual"
     assert layer.experts.widths == routed_layer(TopK, 5, 3, 4).experts.widths == (5, 5, 5, 5)
@@ -362,33 +362,33 @@ def test_a_layer_has_a_residual_stream_and_two_hidden_layers_an_expert_unless_to
 
 
 @pytest.mark.parametrize("options", [{"hidden": 7}, {"num_hidden": 1}])
-def test_experts_of_ones_own_take_neither_option_of_the_default_ones(options):
+def test_custom_experts_refuse_the_options_of_the_default_experts(options):
     with pytest.raises(ValueError, match="are for the default MLP, not with `expert`"):
         routed_layer(TopK, 5, 3, 4, expert=lambda: torch.nn.Linear(5, 5), **options)
 
 
 class Planned(Router):
-    """All experts, known ahead, at a price."""
+    """A plan of all experts, with a loss."""
 
     def plan(self, hidden_BD, call):
         active_BSN = hidden_BD.new_ones(len(hidden_BD), self.num_layers, self.num_experts)
         return Choice(active_BSN, active_BSN, loss=hidden_BD.sum())
 
 
-def test_the_loss_of_a_plan_is_the_layers():
+def test_the_loss_of_a_plan_is_the_loss_of_the_layer():
     hidden = torch.randn(2, 5, dtype=torch.float64)
     assert make_layer(Planned)(hidden).loss == hidden.sum()
 
 
-def test_what_only_sequences_can_do_is_refused_and_what_all_do_anyway_is_not():
+def test_options_of_sequences_are_refused_and_greedy_is_accepted():
     layer, hidden = make_layer(TopK), torch.randn(2, 5, dtype=torch.float64)
     for asked in ({"select": "sample"}, {"max_experts": 2}):
-        with pytest.raises(ValueError, match="select and max_experts: are for layers that answer along the way"):
+        with pytest.raises(ValueError, match="select and max_experts: this router supports neither"):
             layer(hidden, **asked)
     assert torch.equal(layer(hidden, select="greedy").hidden, layer(hidden).hidden)
 
 
-def test_a_single_experts_gate_learns():
+def test_the_gate_of_top_1_gets_a_gradient():
     layer = make_layer(TopK, k=1)
     layer(torch.randn(20, 5, dtype=torch.float64)).hidden.square().sum().backward()
     assert all(gate.weight.grad.abs().sum() > 0 for gate in layer.router.gates)

@@ -1,4 +1,4 @@
-"""One of several processes that share a batch: `main(FOLDER)`; process 0 writes what they did."""
+"""One of several processes that share a batch: `main(FOLDER)`; process 0 writes the results to a file."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ NUM_SAMPLES = 8
 
 
 def step(name, rows):
-    """The gradients and buffers of one training step on some rows of the batch; own losses alone, as shares of the batch."""
+    """The gradients and buffers of one training step on some rows of the batch, its losses scaled by their share of it."""
     torch.manual_seed(0)
     model = build(
         name, image_shape=(1, 4, 4), num_classes=3, dim=6, num_layers=2, num_experts=4, **MODELS[name]
@@ -37,7 +37,7 @@ def main(folder):
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
-    # An uneven split: five samples here, three there.
+    # An uneven split: five and three samples.
     rows = torch.arange(NUM_SAMPLES)[:5] if rank == 0 else torch.arange(NUM_SAMPLES)[5:]
     results = {}
     for name in MODELS:

@@ -1,4 +1,4 @@
-"""A server of small models on a port of its own, and images to ask it about."""
+"""A server of small models in a thread, and images to send to it."""
 
 import base64
 import io
@@ -14,7 +14,7 @@ import uvicorn
 from PIL import Image
 
 import raytraced
-from raytraced.commands.serve import open_socket
+from raytraced.cli.serve import open_socket
 from raytraced.serve.app import Server
 from raytraced.serve.limits import Limits
 from raytraced.serve.models import serve_model
@@ -25,7 +25,7 @@ GRID = {"hidden": 8, "num_layers": 2, "num_experts": 3}
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory) -> Path:
-    """Small models that nobody ships: a router without an order, a model of many exits, language models."""
+    """Small models beside the shipped ones: a router without an order, a model of many exits, language models."""
     folder = tmp_path_factory.mktemp("served")
     torch.manual_seed(0)
     for name in ("top-k", "multi-exit"):
@@ -45,10 +45,9 @@ def models(files):
 
 
 def running(server: Server) -> Iterator[str]:
-    """The address of a server in a thread of its own, until the end of the fixture."""
+    """The address of a server that runs in a thread until the end of the fixture."""
     listening = open_socket("127.0.0.1", 0)
-    config = uvicorn.Config(server.app, http="h11", ws="none", lifespan="on", log_config=None, log_level="error")
-    process = uvicorn.Server(config)
+    process = uvicorn.Server(server.uvicorn_config())
     thread = threading.Thread(target=process.run, kwargs={"sockets": [listening]})
     thread.start()
     yield f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -75,8 +74,8 @@ def client(address) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def small(models) -> Iterator[tuple[Server, str]]:
-    """A server that takes little."""
-    server = Server(models, Limits(body=20_000, under_way=1, seconds=0.2))
+    """A server with narrow limits."""
+    server = Server(models, Limits(body=20_000, in_progress=1, body_seconds=0.2, decoders=1))
     for address in running(server):
         yield server, address
 

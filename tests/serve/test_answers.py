@@ -5,28 +5,28 @@ import torch
 
 import raytraced
 from raytraced.cost import sample_cost
-from raytraced.serve.answering import Asked, answer
+from raytraced.serve.answering import Query, answer_queries
 from serve.conftest import SHIPPED, some_images
 
 NUM = 24
 OPTIONS = {
     "greedy": {},
     "budget": {"max_experts": 3},
-    "sure": {"sure": 0.6},
-    "along": {"every": True},
+    "confidence": {"confidence": 0.6},
+    "exits": {"all_exits": True},
     "drawn": {"select": "sample", "seed": 5},
-    "drawn along": {"select": "sample", "seed": 5, "every": True, "max_experts": 6},
+    "drawn exits": {"select": "sample", "seed": 5, "all_exits": True, "max_experts": 6},
 }
 
 
 def ask(served, images, rows, **options) -> dict:
-    """The answers of some rows, answered in one run, by row."""
-    asked = [Asked(served, images[row : row + 1], deliver=lambda *_: None, **options) for row in rows]
-    number, found = {id(one): row for one, row in zip(asked, rows, strict=True)}, {row: [] for row in rows}
+    """The answers to some rows, computed in one batch, by row."""
+    queries = [Query(served, images[row : row + 1], deliver=lambda *_: None, **options) for row in rows]
+    number, found = {id(one): row for one, row in zip(queries, rows, strict=True)}, {row: [] for row in rows}
     with torch.inference_mode():
-        for step in answer(asked):
-            for one, told, _ in step:
-                found[number[id(one)]].append(told)
+        for step in answer_queries(queries):
+            for query, fields, _ in step:
+                found[number[id(query)]].append(fields)
     return found
 
 
@@ -37,29 +37,41 @@ def served(request, models):
 
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_an_answer_does_not_depend_on_its_neighbours(served, kind):
-    if not raytraced.operations.available():
-        pytest.skip("without compiled operations rows are answered one by one")
+    if not raytraced.kernels.available():
+        pytest.skip("without compiled kernels rows are answered one by one")
     assert served.num_rows == 64
     images, options = some_images(served.image_shape, NUM), OPTIONS[kind]
     alone = {}
     for row in range(NUM):
         alone |= ask(served, images, [row], **options)
-    assert len({told[-1]["probability"] for told in alone.values()}) > NUM // 2 or kind == "budget"
+    assert len({answers[-1]["probability"] for answers in alone.values()}) > NUM // 2 or kind == "budget"
     for size in (2, 3, 7, NUM):
         for rows in torch.randperm(NUM).split(size)[:2]:
-            for row, told in ask(served, images, rows.tolist(), **options).items():
-                assert told == alone[row]
+            for row, answers in ask(served, images, rows.tolist(), **options).items():
+                assert answers == alone[row]
+
+
+def test_only_rows_that_asked_for_all_exits_state_their_path(served):
+    """Issue: an answer gained `nodes` and `rates` when somebody's stream was in its batch."""
+    images = some_images(served.image_shape, 2)
+    (alone,) = ask(served, images, [0], confidence=0.6)[0]
+    rules = [{"confidence": 0.6}, {"all_exits": True}]
+    queries = [Query(served, images[n : n + 1], deliver=lambda *_: None, **rule) for n, rule in enumerate(rules)]
+    with torch.inference_mode():
+        last = {id(one): fields for step in answer_queries(queries) for one, fields, done in step if done}
+    assert last[id(queries[0])] == alone
+    assert "nodes" in last[id(queries[1])]
 
 
 def test_rows_of_a_batch_stop_by_their_own_rules(served):
     images = some_images(served.image_shape, 4)
-    rules = [{"max_experts": 2}, {"sure": 0.0}, {"every": True, "max_experts": 3}, {"sure": 1.0}]
-    asked = [Asked(served, images[n : n + 1], deliver=lambda *_: None, **rule) for n, rule in enumerate(rules)]
-    asked[0].deadline = 1e12
+    rules = [{"max_experts": 2}, {"confidence": 0.0}, {"all_exits": True, "max_experts": 3}, {"confidence": 1.0}]
+    queries = [Query(served, images[n : n + 1], deliver=lambda *_: None, **rule) for n, rule in enumerate(rules)]
+    queries[0].deadline = 1e12
     with torch.inference_mode():
-        last = {id(one): told for step in answer(asked) for one, told, done in step if done}
-    assert [last[id(one)]["stop"] for one in asked] == ["budget", "sure", "budget", "end"]
-    assert [last[id(one)]["experts"] for one in asked[:3]] == [2, 0, 3]
+        last = {id(one): fields for step in answer_queries(queries) for one, fields, done in step if done}
+    assert [last[id(one)]["stop"] for one in queries] == ["budget", "confidence", "budget", "end"]
+    assert [last[id(one)]["experts"] for one in queries[:3]] == [2, 0, 3]
 
 
 def test_answers_are_those_of_the_library(served):
@@ -78,8 +90,8 @@ def test_answers_are_those_of_the_library(served):
             out = probabilities(images[row : row + 1], **given, **seed)
             assert found["probabilities"] == out.logits.softmax(-1)[0].tolist()
             assert found["experts"] == int(out.num_experts)
-            assert found["multiply_adds"] == int(sample_cost(model, images[row : row + 1], out).multiply_adds)
-    for budget, found in enumerate(ask(served, images, [7], every=True)[7]):
+            assert found["macs"] == int(sample_cost(model, images[row : row + 1], out).macs)
+    for budget, found in enumerate(ask(served, images, [7], all_exits=True)[7]):
         out = probabilities(images[7:8], max_experts=budget)
         assert found["probabilities"] == out.logits.softmax(-1)[0].tolist()
         nodes = [divmod(node, model.layer.router.num_experts) for node in out.routes[0].nodes[0].tolist() if node >= 0]
@@ -87,13 +99,13 @@ def test_answers_are_those_of_the_library(served):
         assert len(nodes) == found["experts"] == min(budget, found["experts"])
 
 
-def test_sure_is_that_of_the_library(served):
+def test_confidence_stops_where_the_library_stops(served):
     model, images = raytraced.load(served.name), some_images(served.image_shape, NUM)
-    for row, (found,) in ask(served, images, list(range(0, NUM, 4)), sure=0.7).items():
+    for row, (found,) in ask(served, images, list(range(0, NUM, 4)), confidence=0.7).items():
         with torch.no_grad():
-            out = model(images[row : row + 1], sure=0.7, look="expert")
+            out = model(images[row : row + 1], confidence=0.7, exit_every="expert")
         assert found["experts"] == int(out.num_experts)
-        assert found["stop"] == ("sure" if found["probability"] >= 0.7 else "end")
+        assert found["stop"] == ("confidence" if found["probability"] >= 0.7 else "end")
         assert found["probabilities"] == pytest.approx(out.logits.softmax(-1)[0].tolist(), abs=1e-5)
 
 
@@ -104,43 +116,43 @@ def test_models_without_an_order_of_experts_answer_after_each_layer(models, name
     assert served.num_rows == 1
     for row in range(5):
         (whole,) = ask(served, images, [row])[row]
-        *_, last = ask(served, images, [row], look="layer", every=True)[row]
+        *_, last = ask(served, images, [row], exit_every="layer", all_exits=True)[row]
         assert last["probabilities"] == pytest.approx(whole["probabilities"], abs=1e-6)
         assert last["experts"] == whole["experts"]
-        first, *_ = ask(served, images, [row], look="layer", sure=0.0)[row]
-        assert (first["experts"], first["stop"]) == (0, "sure")
+        first, *_ = ask(served, images, [row], exit_every="layer", confidence=0.0)[row]
+        assert (first["experts"], first["stop"]) == (0, "confidence")
 
 
-def test_a_look_after_a_layer_tells_only_the_nodes_of_the_layers_so_far(served):
-    images, seen = some_images(served.image_shape, 8), 0
+def test_an_exit_after_a_layer_states_only_the_nodes_of_the_layers_so_far(served):
+    images, num_shorter = some_images(served.image_shape, 8), 0
     for row in range(8):
-        whole = ask(served, images, [row], every=True)[row][-1]["nodes"]
-        for look, told in enumerate(ask(served, images, [row], look="layer", every=True)[row]):
-            assert told["nodes"] == [node for node in whole if node[0] < look]
-            seen += len(told["nodes"]) < len(whole)
-    assert seen, "the test means sequences that go through several layers"
+        whole = ask(served, images, [row], all_exits=True)[row][-1]["nodes"]
+        for num_layers, step in enumerate(ask(served, images, [row], exit_every="layer", all_exits=True)[row]):
+            assert step["nodes"] == [node for node in whole if node[0] < num_layers]
+            num_shorter += len(step["nodes"]) < len(whole)
+    assert num_shorter, "the sequences must go through several layers"
 
 
-def test_a_text_is_answered_along_the_way_too(models, files):
+def test_a_text_has_exits_too(models, files):
     served = next(one for one in models if one.name == "gpt-mre")
     model, tokens = raytraced.load(files / "gpt-mre.safetensors"), torch.tensor([list(b"To be")])
     (whole,) = ask(served, tokens, [0])[0]
-    steps = ask(served, tokens, [0], every=True)[0]
+    steps = ask(served, tokens, [0], all_exits=True)[0]
     with torch.no_grad():
         outputs = [model(tokens, max_experts=budget) for budget in range(len(steps))]
         exact = model(tokens)
     assert whole["probabilities"] == exact.logits[0, -1].softmax(-1).tolist() == steps[-1]["probabilities"]
-    assert whole["multiply_adds"] == int(sample_cost(model, tokens, exact).multiply_adds.sum())
+    assert whole["macs"] == int(sample_cost(model, tokens, exact).macs.sum())
     for step, out in zip(steps, outputs, strict=True):
         assert step["probabilities"] == out.logits[0, -1].softmax(-1).tolist()
         assert step["token_experts"] == out.num_experts[0].tolist()
         assert step["experts"] == len(step["nodes"]) == int(out.num_experts[0, -1])
-    costs = [int(sample_cost(model, tokens, out).multiply_adds.sum()) for out in outputs]
-    assert [step["multiply_adds"] for step in steps] == torch.tensor(costs).cumsum(0).tolist()
+    costs = [int(sample_cost(model, tokens, out).macs.sum()) for out in outputs]
+    assert [step["macs"] for step in steps] == torch.tensor(costs).cumsum(0).tolist()
     assert steps[-1]["stop"] == "end"
-    drawn_steps = [ask(served, tokens, [0], every=True, select="sample", seed=seed)[0] for seed in range(12)]
+    drawn_steps = [ask(served, tokens, [0], all_exits=True, select="sample", seed=seed)[0] for seed in range(12)]
     assert {steps[-1]["stop"] for steps in drawn_steps} == {"end"}
-    assert any(len(steps) == 7 for steps in drawn_steps)  # all six nodes of a block: nothing is left to look at
+    assert any(len(steps) == 7 for steps in drawn_steps)  # all six nodes of a block
     (drawn,) = ask(served, tokens, [0], select="sample", seed=3)[0]
     with torch.no_grad():
         out = model(tokens, select="sample", generator=torch.Generator().manual_seed(3))
@@ -149,7 +161,7 @@ def test_a_text_is_answered_along_the_way_too(models, files):
 
 def test_a_deadline_that_has_passed_still_gives_the_first_answer(served):
     images = some_images(served.image_shape, 3)
-    asked = [Asked(served, images[n : n + 1], deliver=lambda *_: None, deadline=0.0) for n in range(3)]
+    queries = [Query(served, images[n : n + 1], deliver=lambda *_: None, deadline=0.0) for n in range(3)]
     with torch.inference_mode():
-        (step,) = answer(asked)
-    assert [(told["stop"], told["experts"], done) for _, told, done in step] == [("deadline", 0, True)] * 3
+        (step,) = answer_queries(queries)
+    assert [(fields["stop"], fields["experts"], done) for _, fields, done in step] == [("deadline", 0, True)] * 3

@@ -1,30 +1,33 @@
-"""Deadlines count from when requests arrived, and steps of others do not stand between a request and its answer."""
+"""Deadlines count from a request's arrival, and steps of other requests do not delay it."""
 
 import asyncio
 from time import perf_counter
 
+import pytest
+
 from raytraced.serve import batching
-from raytraced.serve.answering import Asked
+from raytraced.serve.admission import Admission
+from raytraced.serve.answering import Query
 from raytraced.serve.batching import Worker
-from raytraced.serve.guard import Guard, Traffic
-from raytraced.serve.limits import Limits
+from raytraced.serve.limits import Limits, RefusedError
 from raytraced.serve.metrics import Metrics
+from raytraced.serve.middleware import Gate, Traffic
 from serve.conftest import some_images
 
 
 def test_a_request_does_not_wait_for_a_step_at_every_pass_of_the_event_loop(models, monkeypatch):
     steps = 0
 
-    def endless(asked):
+    def endless(queries):
         nonlocal steps
         while True:
             steps += 1
-            yield [(asked[0], {}, False)]
+            yield [(queries[0], {}, False)]
 
     async def work() -> int:
         worker = Worker(Metrics())
         working = asyncio.create_task(worker.work())
-        worker.submit([Asked(models[0], some_images(models[0].image_shape, 1), deliver=lambda *_: None)])
+        worker.submit([Query(models[0], some_images(models[0].image_shape, 1), deliver=lambda *_: None)])
         while steps < 3:
             await asyncio.sleep(0)
         before = steps
@@ -33,11 +36,11 @@ def test_a_request_does_not_wait_for_a_step_at_every_pass_of_the_event_loop(mode
         working.cancel()
         return steps - before
 
-    monkeypatch.setattr(batching, "answer", endless)
+    monkeypatch.setattr(batching, "answer_queries", endless)
     assert asyncio.run(work()) <= 1
 
 
-def test_those_who_come_together_have_all_arrived_before_one_is_read():
+def test_requests_that_come_together_are_all_stamped_before_one_is_read():
     arrived, read = [], []
 
     async def app(scope, receive, send):
@@ -45,10 +48,23 @@ def test_those_who_come_together_have_all_arrived_before_one_is_read():
         read.append(perf_counter())
 
     async def ask():
-        guard = Guard(app, Traffic(), Limits(), {"/"})
+        gate = Gate(app, Traffic(), Limits(), {"/"})
         scope = {"type": "http", "path": "/", "method": "GET", "headers": [(b"host", b"localhost")]}
-        await asyncio.gather(*(guard(dict(scope), None, None) for _ in range(5)))
+        await asyncio.gather(*(gate(dict(scope), None, None) for _ in range(5)))
 
     asyncio.run(ask())
     assert len(arrived) == 5
     assert max(arrived) < min(read)
+
+
+def test_requests_with_a_deadline_are_refused_where_it_would_be_missed():
+    admission = Admission()
+    admission.check(1e-6, num_others=0)  # an idle server answers whatever the deadline
+    admission.observe(0.004, num_others=1)
+    admission.check(0.05, num_others=5)
+    with pytest.raises(RefusedError, match="max_ms=50: 40 requests are in progress") as refused:
+        admission.check(0.05, num_others=40)
+    assert (refused.value.status_code, refused.value.headers["Retry-After"]) == (429, "1")
+    for _ in range(200):
+        admission.observe(0.004, num_others=39)
+    admission.check(0.05, num_others=40)  # it was faster than expected

@@ -24,7 +24,7 @@ def config(data_file, tmp_path) -> TrainConfig:
         batch_size=16,
         threads=1,
         device="cpu",
-        output=str(tmp_path / "runs"),
+        runs_dir=str(tmp_path / "runs"),
         name="run",
     )
 
@@ -32,8 +32,8 @@ def config(data_file, tmp_path) -> TrainConfig:
 @pytest.fixture
 def no_pictures(monkeypatch):
     """Leave out what takes longer than such a run: pictures and events."""
-    monkeypatch.setattr("raytraced.training.loop.draw_pictures", lambda *_: None)
-    monkeypatch.setattr("raytraced.training.loop.write_event", lambda *_: None)
+    monkeypatch.setattr("raytraced.training.callbacks.draw_pictures", lambda *_: None)
+    monkeypatch.setattr("raytraced.training.callbacks.write_event", lambda *_: None)
 
 
 @pytest.fixture

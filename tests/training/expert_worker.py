@@ -16,22 +16,22 @@ from raytraced.training.expert_parallel import make_mesh, parallelise
 
 NUM_ROWS = 11
 CASES = {
-    "drawn": {"train_select": "sample", "reach": 0.0},
+    "drawn": {"train_select": "sample", "output_logit_offset": 0.0},
     "greedy, skip-sum": {"stream": "skip-sum"},
     "last": {"stream": "last", "estimator": "straight-through"},
     "one expert": {},  # the first of every layer: all other processes' experts get nothing
-    "nobody": {},
+    "no expert": {},
 }
 
 
 class Net(nn.Module):
-    """A layer between layers of one's own, in double precision."""
+    """A routed layer between other layers, in double precision."""
 
     def __init__(self, case):
         super().__init__()
         torch.manual_seed(3)
         self.first, self.layer, self.last = nn.Linear(5, 6), RaytracedExperts(6, 3, 4, **CASES[case]), nn.Linear(6, 2)
-        self.options = {"max_experts": {"nobody": 0, "one expert": 1}.get(case)}
+        self.options = {"max_experts": {"no expert": 0, "one expert": 1}.get(case)}
         if case == "one expert":
             self.layer.router.gate["bias"].data[0] += 50
         self.double()

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or it is told from a whole one, by name and reason."""
+"""A checkpoint is whole, or an error names the file and the reason."""
 
 import json
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 import forked
-from raytraced.saving import DamagedFileError
+from raytraced.io.saving import DamagedFileError
 from raytraced.training.state import (
     Checkpoint,
     list_checkpoints,

@@ -1,6 +1,7 @@
 """Many processes do what one does: same global batch, same result up to the order of sums."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
-from forked import run_together
+from forked import Forked, command, run_together
 from raytraced.training.config import write_config
 from raytraced.training.loop import train
 from raytraced.training.run_folder import RunFolder, create_run_folder
@@ -43,8 +45,8 @@ def test_two_processes_under_the_same_command_equal_one(config, no_pictures, tmp
     whole = train(replace(config, name="whole"))
     file = tmp_path / "config.yaml"
     file.write_text(write_config(config))
-    output = torchrun(2, "-m", "raytraced.cli", "train", "-c", str(file))
-    run = RunFolder(Path(config.output) / config.name)
+    output = torchrun(2, "-m", "raytraced.cli.main", "train", "-c", str(file))
+    run = RunFolder(Path(config.runs_dir) / config.name)
     assert output.splitlines()[-1] == str(run.path)
     assert len([line for line in output.splitlines() if line.startswith("epoch")]) == 3  # the leader alone prints
     assert_close_runs(run, whole)
@@ -92,3 +94,36 @@ def test_three_processes_find_the_figures_and_gradients_of_one(config, no_pictur
         assert found[strategy].keys() == gradients.keys()
         for name, values in gradients.items():
             assert found[strategy][name] == pytest.approx(values, rel=1e-5, abs=1e-7), (strategy, name)
+
+
+def test_a_process_that_is_gone_is_one_line_and_the_checkpoint_stays(config, no_pictures, tmp_path):
+    """Processes that no torchrun watches over: one is killed, the other must say so and end."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    place |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    file = tmp_path / "config.yaml"
+    file.write_text(write_config(replace(config, epochs=10_000, checkpoint_steps=1)))
+    printed = [tmp_path / "stdout", tmp_path / "stderr"]
+    for one in printed:
+        one.touch()
+    ranks = [os.environ | place | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    leader, other = (Forked(command, "train", "-c", file, env=env, files=printed) for env in ranks)
+    run = RunFolder(Path(config.runs_dir) / config.name)
+    try:
+        while len(list_checkpoints(run.last)) < 2:
+            assert leader.poll() is None, printed[1].read_text()
+            try:
+                leader.wait(0.05)
+            except subprocess.TimeoutExpired:
+                continue
+        other.kill()
+        leader.wait(60)
+    finally:
+        for process in (leader, other):
+            process.kill()
+            process.stdout.close()
+    assert leader.returncode == 2, printed[1].read_text()
+    (line,) = printed[1].read_text().splitlines()
+    assert line.startswith("raytraced: another process of this run has ended, or cannot be reached; step-")
+    assert line.endswith(f"is whole; start all processes again: raytraced resume {run.path}")
+    assert load_checkpoint(list_checkpoints(run.last)[0]).step > 0

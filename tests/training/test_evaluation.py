@@ -74,7 +74,7 @@ def test_figures_equal_a_loop_over_samples(model, digits):
                 out = model(image[None], max_experts=budget)
                 cost = sample_cost(model, image[None], out)
                 right = float(out.logits.argmax() == label)
-                own.append((right, *(float(x) for x in (cost.experts, cost.multiply_adds, cost.expert_multiply_adds))))
+                own.append((right, *(float(x) for x in (cost.experts, cost.macs, cost.expert_macs))))
             steps.append(own)
             losses.append(float(-out.logits.log_softmax(-1)[0, label]))
             parameters.append(float(cost.parameters))
@@ -215,11 +215,11 @@ def test_model_with_one_answer_has_no_budgets(digits):
 
 
 def test_calibration_error_of_known_cases():
-    sure = torch.full((10,), 0.9, dtype=torch.float64)
+    confidence = torch.full((10,), 0.9, dtype=torch.float64)
     right = torch.tensor([1.0] * 9 + [0.0], dtype=torch.float64)
-    assert calibration_error(sure, right) == pytest.approx(0)  # nine of ten right, and 90 % sure
-    assert calibration_error(sure, torch.zeros(10, dtype=torch.float64)) == pytest.approx(0.9)
-    # two bins of five samples, one 0.2 too sure and one 0.3 too modest
+    assert calibration_error(confidence, right) == pytest.approx(0)  # nine of ten right, with 90 % confidence
+    assert calibration_error(confidence, torch.zeros(10, dtype=torch.float64)) == pytest.approx(0.9)
+    # two bins of five samples, one 0.2 too confident and one 0.3 not confident enough
     confidence = torch.tensor([1.0] * 5 + [0.7] * 5, dtype=torch.float64)
     correct = torch.tensor([1.0] * 4 + [0.0] + [1.0] * 5, dtype=torch.float64)
     assert calibration_error(confidence, correct) == pytest.approx((5 * 0.2 + 5 * 0.3) / 10)
@@ -243,7 +243,7 @@ def test_figures_of_a_run_are_those_of_the_model_in_use(train_with, options):
     run = train_with(patience=3, **options)
     lines, summary = run.read_metrics(), run.read_summary()
     data = TASK.load(run.config.data)
-    for file, split, told in (
+    for file, split, loss in (
         (run.best, "validation", lines[summary["best_epoch"] - 1]["validation_loss"]),
         (run.model, "validation", summary["validation"]["loss"]),
         (run.model, "test", summary["test"]["loss"]),
@@ -252,7 +252,7 @@ def test_figures_of_a_run_are_those_of_the_model_in_use(train_with, options):
         assert not model.training
         with torch.no_grad():
             logits = model(part.images).logits
-        assert told == pytest.approx(float(torch.nn.functional.cross_entropy(logits, part.labels)), rel=1e-5)
+        assert loss == pytest.approx(float(torch.nn.functional.cross_entropy(logits, part.labels)), rel=1e-5)
 
 
 def test_every_step_is_made_in_training_mode(train_with, monkeypatch):
@@ -267,23 +267,23 @@ def test_every_step_is_made_in_training_mode(train_with, monkeypatch):
 
 @pytest.mark.parametrize("patience", [None, 3])
 def test_nothing_is_chosen_by_test_data(config, no_pictures, tmp_path, patience):
-    """All test labels are wrong: were anything judged by them, the best would be the worst."""
+    """All test labels are wrong: if any choice used them, the best would be the worst."""
     data_file = write_stripes(tmp_path / "wrong.npz", test_labels_off_by=1)
     run = train(replace(config, data=str(data_file), patience=patience, lr=3e-4, epochs=12))
     honest = train(replace(config, patience=patience, lr=3e-4, epochs=12, name="honest"))
-    lines, summary, told = run.read_metrics(), run.read_summary(), honest.read_summary()
-    judged = [line["validation_accuracy"] for line in lines]
-    assert judged[0] < max(judged)
-    assert summary["best_epoch"] == 1 + judged.index(max(judged))
-    assert summary["best_validation"] == max(judged)
+    lines, summary, expected = run.read_metrics(), run.read_summary(), honest.read_summary()
+    accuracies = [line["validation_accuracy"] for line in lines]
+    assert accuracies[0] < max(accuracies)
+    assert summary["best_epoch"] == 1 + accuracies.index(max(accuracies))
+    assert summary["best_validation"] == max(accuracies)
     assert summary["weights"] == ("last" if patience is None else "best")
     # the validation figures are those of the same run with honest test labels, budgets and all; the test figures are not
-    assert summary["validation"] == told["validation"]
+    assert summary["validation"] == expected["validation"]
     assert summary["validation"]["num_samples"] == 9
     assert summary["test"]["num_samples"] == 30
     assert summary["validation"]["accuracy"] > 0.6 > 0.4 > summary["test"]["accuracy"]
     assert [row["accuracy"] for row in summary["test"]["budgets"]] != [
-        row["accuracy"] for row in told["test"]["budgets"]
+        row["accuracy"] for row in expected["test"]["budgets"]
     ]
     for ours, theirs in zip(load(run.best).parameters(), load(honest.best).parameters(), strict=True):
         assert torch.equal(ours, theirs)

@@ -6,12 +6,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from forked import run_together
-from operations.test_no_round_trips import looks_of
+from kernels.test_no_round_trips import looks_of
 from raytraced import PAPER, RaytracedExperts
-from raytraced.grid import MLPExperts, run_sparse
+from raytraced.experts import MLPExperts, Stream, run_sparse
+from raytraced.kernels import sharded_experts
+from raytraced.kernels.sharded_experts import THIRDS, Exchange, ShardedExperts
 from raytraced.layer import routed_layer
-from raytraced.operations import sharded_experts
-from raytraced.operations.sharded_experts import THIRDS, Exchange, ShardedExperts
 from raytraced.routers.top_k import TopK
 from raytraced.training.expert_parallel import make_mesh, shard_experts
 from training import expert_worker
@@ -57,8 +57,8 @@ def mesh(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("stream", ["residual", "skip-sum", "last"])
-def test_a_mesh_of_one_gives_the_plain_answer_and_its_looks(mesh, stream):
+@pytest.mark.parametrize("stream", list(Stream))
+def test_a_mesh_of_one_gives_the_plain_answer_and_its_exits(mesh, stream):
     grid, active_BLN = MLPExperts(3, 4, 6), (torch.rand(9, 3, 4) < 0.3).float()
     hidden_BD, weights_BLN = torch.randn(9, 6, requires_grad=True), torch.rand(9, 3, 4, requires_grad=True)
     sharded = ShardedExperts(grid, mesh["experts"])
@@ -86,7 +86,7 @@ def test_one_exchange_plans_all_layers_in_three_thirds(mesh, monkeypatch):
     assert [plan.pieces(layer, 2) for layer in range(2)] == [[[0, 1]], [[1, 1]]]
 
 
-def test_the_plan_looks_at_the_device_once(mesh):
+def test_the_plan_reads_from_the_device_once(mesh):
     active_BLN, column = (torch.rand(9, 3, 4) < 0.5).float(), mesh["experts"]
     assert looks_of(lambda: Exchange(active_BLN, column)) == ["tolist"]
 
@@ -117,7 +117,7 @@ def events(monkeypatch, run):
 def test_rows_leave_for_the_next_layer_while_experts_of_this_one_compute(mesh, monkeypatch):
     hidden_BD, ones_BLN = torch.randn(6, 3, requires_grad=True), torch.ones(6, 2, 2)
     sharded = ShardedExperts(MLPExperts(2, 2, 3), mesh["experts"])
-    found = events(monkeypatch, lambda: sharded(hidden_BD, ones_BLN, ones_BLN, "residual", False).sum().backward())
+    found = events(monkeypatch, lambda: sharded(hidden_BD, ones_BLN, ones_BLN, Stream.RESIDUAL, False).sum().backward())
     leave = [">0", ">1", ">2"]  # three thirds, for the first layer
     first = ["<0", "=", ">3"]  # is computed, and goes home
     second = ["<1", "=", ">4", "<3", ">5"]  # is computed meanwhile; the first, home, leaves for the second layer
@@ -132,17 +132,17 @@ def test_rows_leave_for_the_next_layer_while_experts_of_this_one_compute(mesh, m
 
 def test_an_active_node_has_an_active_one_above_it():
     # why no row can be sent ahead of the layer above: its input is never known before that layer has run
-    layer = RaytracedExperts(6, 4, 8, reach=0.0)
+    layer = RaytracedExperts(6, 4, 8, output_logit_offset=0.0)
     active_BLN = layer(torch.randn(200, 6), select="sample").route.active
     runs_BL = active_BLN.sum(-1) > 0
     assert bool(runs_BL[:, 2].any())
     assert bool((runs_BL[:, :-1] | ~runs_BL[:, 1:]).all())
 
 
-def test_mistakes_are_told(mesh):
+def test_mistakes_are_refused_in_one_line(mesh):
     with pytest.raises(ValueError, match="expert_processes=2: must divide the 3 processes"):
         make_mesh("cpu", 3, 2)
-    with pytest.raises(ValueError, match=r"4 experts a layer on a mesh of shape \(1, 1\)"):
+    with pytest.raises(ValueError, match=r"4 experts per layer on a mesh of shape \(1, 1\)"):
         ShardedExperts(MLPExperts(2, 4, 3), mesh)
     with pytest.raises(ValueError, match="Linear: has no routed layer with MLP experts"):
         shard_experts(torch.nn.Linear(2, 2), mesh)

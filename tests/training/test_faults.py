@@ -1,4 +1,4 @@
-"""What goes wrong is told in one line, and nothing is lost."""
+"""Every failure is one line, and nothing is lost."""
 
 import resource
 import signal
@@ -20,7 +20,7 @@ from training.runs import assert_same_run
 
 
 def run_command(config, tmp_path, *, limit: int | None = None) -> subprocess.CompletedProcess:
-    """`raytraced train` in a process of its own, whose files may be no larger than a limit."""
+    """`raytraced train` in a separate process, whose files may not be larger than a limit."""
     file = tmp_path / "config.yaml"
     file.write_text(write_config(config))
 
@@ -34,7 +34,7 @@ def restricted(limit: int | None, *words: object) -> int:
     return forked.command(*words)
 
 
-def test_nan_tells_step_and_tensor_and_keeps_the_last_checkpoint(config, no_pictures, monkeypatch):
+def test_nan_names_step_and_tensor_and_keeps_the_last_checkpoint(config, no_pictures, monkeypatch):
     compute, calls = Objective.forward, []
 
     def poisoned(self, batch, *rest):
@@ -57,10 +57,10 @@ def test_nan_tells_step_and_tensor_and_keeps_the_last_checkpoint(config, no_pict
 
 
 def config_path(config):
-    return Path(config.output) / config.name
+    return Path(config.runs_dir) / config.name
 
 
-def test_full_disk_is_one_line_and_the_run_can_go_on(config, no_pictures, tmp_path):
+def test_full_disk_is_one_line_and_the_run_can_be_resumed(config, no_pictures, tmp_path):
     """Files may not grow past a size that the second checkpoint exceeds, as its history has grown."""
     config = replace(config, checkpoint_steps=1)
     whole = train(replace(config, name="whole"))
@@ -77,13 +77,13 @@ def test_full_disk_is_one_line_and_the_run_can_go_on(config, no_pictures, tmp_pa
     assert_same_run(run, whole)
 
 
-def test_really_full_disk_is_one_line_and_the_run_can_go_on(config, no_pictures, tmp_path):
+def test_really_full_disk_is_one_line_and_the_run_can_be_resumed(config, no_pictures, tmp_path):
     small = tmp_path / "small"
     small.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "none", small], capture_output=True).returncode:
         pytest.skip("mounting a small file system needs more rights than this user has")
     try:
-        done = run_command(replace(config, output=str(small), epochs=400, checkpoint_steps=1), tmp_path)
+        done = run_command(replace(config, runs_dir=str(small), epochs=400, checkpoint_steps=1), tmp_path)
         assert done.returncode == 2, done.stdout + done.stderr
         assert "No space left on device" in done.stderr
         assert len(done.stderr.splitlines()) == 1, done.stderr
@@ -99,7 +99,7 @@ def test_model_that_cannot_be_compiled_is_one_line(train_with, tmp_path, monkeyp
     monkeypatch.setattr(Objective, "forward", refuse)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: None)
     with pytest.raises(ValueError, match=r"compile=True: .* here \(no working compiler found\); leave it out$"):
-        train_with(compile=True, output=str(tmp_path / "runs"))
+        train_with(compile=True, runs_dir=str(tmp_path / "runs"))
     assert not (tmp_path / "runs").exists()
-    with pytest.raises(RuntimeError, match="no working"):  # without compile=True it is no user's mistake
+    with pytest.raises(RuntimeError, match="no working"):  # without compile=True it is not a user's mistake
         train_with()

@@ -31,7 +31,7 @@ def test_epochs_figures_are_means_over_its_samples_and_steps(train_with):
         assert (line["epoch"], line["step"]) == (epoch + 1, 6 * (epoch + 1))
 
 
-def test_learning_rate_told_is_that_of_the_last_step(train_with):
+def test_learning_rate_in_the_metrics_is_that_of_the_last_step(train_with):
     first, second = metrics(train_with(epochs=2, lr=0.1, schedule="cosine"))
     half_a_step = torch.pi / 12
     assert first["learning_rate"] == pytest.approx(0.05 * (1 + torch.tensor(5 * half_a_step).cos().item()))

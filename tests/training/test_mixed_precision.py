@@ -1,4 +1,4 @@
-"""Mixed precision and compilation, in processes of their own: on some CPUs bf16 products end the process."""
+"""Mixed precision and compilation, in separate processes: on some CPUs bf16 products end the process."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a step minimises and tells, and where its draws come from, each against a second computation."""
+"""What a step minimises and counts, and where its draws come from, each against a second computation."""
 
 import math
 
@@ -43,7 +43,7 @@ def test_step_seeds_are_those_of_splitmix64():
 
 
 def test_the_prefix_of_a_step_is_drawn_evenly_and_only_where_it_is_asked_for():
-    assert PREFIXES == (0, 1, 2, 3, 4)  # docs/training.md: an answer with 0 to 4 experts
+    assert PREFIXES == (0, 1, 2, 3, 4)  # docs/guides/train.md: an answer with 0 to 4 experts
     asked = make(config=TrainConfig(anytime_loss=0.5))
     drawn = torch.tensor([asked.budgets(step_seed(0, step)) for step in range(2000)])
     share = torch.bincount(drawn.flatten(), minlength=5) / 2000
@@ -91,8 +91,8 @@ def test_padding_is_left_out_of_a_step(batch):
     assert seen[3] is mask
 
 
-def test_the_loss_on_stops_asks_long_sequences_to_end_and_short_ones_to_go_on(batch):
-    """By hand: who is easier than how many, how many experts are due, and what that says of the output node's rate."""
+def test_the_loss_on_stops_shortens_long_sequences_and_lengthens_short_ones(batch):
+    """By hand: the rank of each sample's loss, its target number of experts, and the gradient of the output node's rate."""
     objective = make(config=TrainConfig(target_experts=3.0))
     free = make()
     free.load_state_dict(objective.state_dict())
@@ -123,7 +123,7 @@ def test_the_loss_on_stops_asks_nothing_of_padding(batch):
 def test_lengths_come_to_their_target_and_follow_difficulty(estimator, target):
     """Gates that see the input learn how hard it is: here its first number is its difficulty."""
     torch.manual_seed(0)
-    layer = RaytracedExperts(6, 3, 4, sight_rank=4, estimator=estimator, reach=0.0)
+    layer = RaytracedExperts(6, 3, 4, input_rank=4, estimator=estimator, output_logit_offset=0.0)
     optimizer = torch.optim.Adam(layer.router.parameters(), 0.01)
     hidden = torch.randn(256, 6)
     easier = hidden[:, 0].argsort().argsort() / 255
@@ -132,7 +132,7 @@ def test_lengths_come_to_their_target_and_follow_difficulty(estimator, target):
         stop_losses(layer(hidden).route, easier, target).mean().backward()
         optimizer.step()
     lengths = layer.eval()(hidden).route.num_active.double()
-    assert abs(float(lengths.mean()) - target) < 0.75  # within half an expert nobody is asked to move
+    assert abs(float(lengths.mean()) - target) < 0.75  # within half an expert there is no gradient
     assert torch.stack((lengths, easier.double())).corrcoef()[0, 1] > 0.5
 
 
@@ -144,7 +144,7 @@ def test_how_many_are_easier_does_not_count_padding(batch):
     assert make().easier(torch.tensor([2.0]), None, 1).tolist() == [0.0]
 
 
-def test_who_is_easier_is_asked_of_all_processes(monkeypatch):
+def test_the_rank_of_a_loss_is_computed_over_all_processes(monkeypatch):
     """The other process's part by hand; tests/training/test_distributed.py has two that are real."""
     other = torch.tensor([0.3, 1.5, 2.5])
 
@@ -157,28 +157,26 @@ def test_who_is_easier_is_asked_of_all_processes(monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
     assert make(world_size=2).easier(torch.tensor([2.0, 1.0]), None, 5).tolist() == [3 / 4, 1 / 4]
-    monkeypatch.setattr(torch.distributed, "all_gather", lambda *_: pytest.fail("there is nobody to ask"))
+    monkeypatch.setattr(torch.distributed, "all_gather", lambda *_: pytest.fail("there is no other process"))
     assert make(world_size=1).easier(torch.tensor([2.0, 1.0]), None, 2).tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_what_a_machine_cannot_translate_is_told_in_one_line_and_nothing_else_is_blamed_on_it(
-    batch, compiled, monkeypatch
-):
+def test_a_model_that_cannot_be_compiled_is_one_line_and_other_errors_stay_as_they_are(batch, compiled, monkeypatch):
     objective = make(config=TrainConfig(compile=compiled))
 
     def fail(*args, **options):
         raise RuntimeError("no compiler\nand forty lines of where")
 
     monkeypatch.setattr(objective.model, "answer", fail)
-    kind, told = (ValueError, r"compile=True: the model cannot be compiled here \(no compiler\)") if compiled else (
+    kind, message = (ValueError, r"compile=True: the model cannot be compiled here \(no compiler\)") if compiled else (
         RuntimeError, "no compiler\nand forty lines of where")  # fmt: skip
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=message):
         objective.rehearse(batch)
 
 
 def test_every_parameter_has_a_gradient_where_processes_wait_for_one_another(batch):
-    """Experts of one's own are parameters each, and one image leaves most of them out; alone, they keep no gradient."""
+    """Custom experts have parameters each, and one image leaves most of them out; in one process they keep no gradient."""
     one_image = batch._replace(inputs=batch.inputs[:1].expand(5, -1, -1, -1))
     for world_size in (1, 2):
         objective = make(world_size, model="top-k", expert=lambda: nn.Linear(8, 8))
@@ -200,7 +198,7 @@ def test_padding_costs_nothing(batch):
     with torch.no_grad():
         answers = make().eval().predict(batch._replace(mask=mask), 0, True)
     for _, cost in answers:
-        assert (cost.multiply_adds > 0).tolist() == mask.tolist()
+        assert (cost.macs > 0).tolist() == mask.tolist()
         assert (cost.parameters > 0).tolist() == mask.tolist()
 
 
@@ -217,14 +215,14 @@ def test_a_prediction_has_costs_and_prefixes_if_it_is_full_and_not_under_a_budge
         assert cost is None
         full = objective.predict(batch, 0, True)
         ((within, known),) = objective.predict(batch, 0, True, max_experts=1)
-        ((surely, _),) = objective.predict(batch, 0, True, sure=0.0)
+        ((surely, _),) = objective.predict(batch, 0, True, confidence=0.0)
         assert int(surely.num_experts.max()) == 0
         assert len(full) > 2
         assert [int(each.num_experts.max()) for each, _ in full[:3]] == [0, 1, 2]
         torch.testing.assert_close(full[-1][0].logits, out.logits)
         torch.testing.assert_close(within.logits, full[1][0].logits)
         expected = sample_cost(objective.model, batch.inputs, out)
-        assert torch.equal(full[-1][1].multiply_adds, expected.multiply_adds)
+        assert torch.equal(full[-1][1].macs, expected.macs)
         assert torch.equal(known.experts, full[1][1].experts)
         ((_, fixed),) = make(model="top-k").eval().predict(batch, 0, True)
         assert fixed is not None
@@ -246,7 +244,7 @@ def test_what_a_model_cannot_do_is_refused_but_an_empty_share_is_not(batch):
         make(model="top-k", config=TrainConfig(anytime_loss=0.5))
     for model in ("top-k", "threshold"):
         with pytest.raises(
-            ValueError, match=r"target_experts=3\.0: model 'mre' has no sequence that could end elsewhere"
+            ValueError, match=r"target_experts=3\.0: model 'mre' has no activation sequence; leave target_experts out"
         ):
             make(model=model, config=TrainConfig(target_experts=3.0))(batch, 0, 5)
     empty = Batch(batch.inputs[:0], batch.targets[:0], batch.rows[:0])
@@ -254,13 +252,13 @@ def test_what_a_model_cannot_do_is_refused_but_an_empty_share_is_not(batch):
 
 
 @pytest.mark.parametrize("model", ["mre", "top-k", "threshold"])
-def test_the_loss_on_looks_is_that_of_the_answers_after_each_layer(batch, model):
-    config = TrainConfig(look_loss=0.3, label_smoothing=0.1)
+def test_the_exit_loss_is_that_of_the_answers_after_each_layer(batch, model):
+    config = TrainConfig(exit_loss=0.3, label_smoothing=0.1)
     objective = make(model=model, config=config)
     found = objective(batch, 3, 5)
-    out = objective.model(batch.inputs, looks=True)
+    out = objective.model(batch.inputs, exits=True)
     last = cross_entropy(out.logits, batch.targets, label_smoothing=0.1)
-    early = torch.stack([cross_entropy(logits, batch.targets, label_smoothing=0.1) for logits in out.looks[:-1]]).mean()
-    assert len(out.looks) == GRID["num_layers"] + 1
-    assert torch.equal(out.looks[-1], out.logits)
+    early = torch.stack([cross_entropy(logits, batch.targets, label_smoothing=0.1) for logits in out.exits[:-1]]).mean()
+    assert len(out.exits) == GRID["num_layers"] + 1
+    assert torch.equal(out.exits[-1], out.logits)
     torch.testing.assert_close(found.loss, 0.7 * last + 0.3 * early)

@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 
 from raytraced import build
 from raytraced.tasks.images.task import ImageTask
-from raytraced.tasks.task import Batch
+from raytraced.tasks.task import Batch, Data
+from raytraced.training.callbacks import PlainLines
 from raytraced.training.config import TrainConfig, preset_values
 from raytraced.training.loop import train
 from raytraced.training.objective import Objective, step_seed
@@ -36,7 +37,7 @@ CHANGES = {
     "label_smoothing": 0.1,
     "target_experts": 2.0,
     "anytime_loss": 0.5,
-    "look_loss": 0.5,
+    "exit_loss": 0.5,
     "seed": 1,
 }
 # Options that must not change the weights, and where else their effect is shown.
@@ -44,18 +45,18 @@ ELSEWHERE = {
     "data": "test_cli.py",
     "data_root": "tests/data",
     "preset": "test_cli.py",
-    "select": "test_a_model_is_judged_drawn_where_asked",
+    "select": "test_a_model_is_evaluated_with_draws_where_asked",
     "patience": "test_patience_stops_early_and_keeps_the_best_weights",
-    "device": "tests/commands/test_train.py",
+    "device": "tests/cli/test_train.py",
     "threads": "test_threads_are_set",
     "precision": "test_mixed_precision.py",
     "compile": "test_mixed_precision.py",
     "strategy": "test_distributed.py",
-    "output": "tests/commands/test_train.py",
+    "runs_dir": "tests/cli/test_train.py",
     "name": "test_run_folder.py",
     "checkpoint_seconds": "test_checkpoints_are_written_by_the_clock_and_by_steps",
     "checkpoint_steps": "test_checkpoints_are_written_by_the_clock_and_by_steps",
-    "quiet": "tests/commands/test_train.py",
+    "quiet": "tests/cli/test_train.py",
 }
 
 
@@ -139,7 +140,7 @@ def test_models_own_loss_counts_once_whatever_the_share_of_a_process(name, optio
     task, seed = ImageTask(), 3
     out = model(
         batch.inputs,
-        judge=lambda logits: torch.nn.functional.cross_entropy(logits, batch.targets, reduction="none"),
+        sample_loss_fn=lambda logits: torch.nn.functional.cross_entropy(logits, batch.targets, reduction="none"),
         generator=torch.Generator().manual_seed(seed),
         rows=batch.rows,
     )
@@ -152,15 +153,15 @@ def test_models_own_loss_counts_once_whatever_the_share_of_a_process(name, optio
 
 def test_anytime_loss_is_refused_where_there_is_no_sequence(train_with, tmp_path):
     with pytest.raises(ValueError, match=r"anytime_loss=0\.3: model 'top-k' does not answer along a sequence"):
-        train_with(model="top-k", anytime_loss=0.3, output=str(tmp_path / "runs"))
+        train_with(model="top-k", anytime_loss=0.3, runs_dir=str(tmp_path / "runs"))
     assert not (tmp_path / "runs").exists()  # refused before anything is written
 
 
 def test_a_target_is_refused_where_no_sequence_ends(train_with, tmp_path):
     with pytest.raises(
-        ValueError, match=r"target_experts=3\.0: model 'top-k' has no sequence that could end elsewhere"
+        ValueError, match=r"target_experts=3\.0: model 'top-k' has no activation sequence; leave target_experts out"
     ):
-        train_with(model="top-k", target_experts=3.0, output=str(tmp_path / "runs"))
+        train_with(model="top-k", target_experts=3.0, runs_dir=str(tmp_path / "runs"))
     assert not (tmp_path / "runs").exists()
 
 
@@ -250,7 +251,7 @@ def test_presets_name_options_that_exist():
         ("lr_experts", float("nan"), "must be positive and finite"),
         ("label_smoothing", 1.0, "must lie in 0 … 1"),
         ("anytime_loss", 1.5, "must lie in 0 … 1"),
-        ("look_loss", -0.5, "must lie in 0 … 1"),
+        ("exit_loss", -0.5, "must lie in 0 … 1"),
         ("warmup", 41.0, "must not exceed epochs=40"),
         ("name", "a/b", "must be a plain folder name"),
         ("name", "", "must be a plain folder name"),
@@ -262,9 +263,31 @@ def test_what_cannot_be_meant_is_refused_by_name_value_and_rule(name, value, rul
     assert str(error.value).startswith(f"{name}={value!r}: ")
 
 
-def test_a_model_is_judged_drawn_where_asked(train_with):
-    options = {"epochs": 2, "model_options": GRID | {"reach": 0.0}}
+def test_a_model_is_evaluated_with_draws_where_asked(train_with):
+    options = {"epochs": 2, "model_options": GRID | {"output_logit_offset": 0.0}}
     runs = {select: train_with(name=select, select=select, **options) for select in ("greedy", "sample")}
     assert all(torch.equal(one, weights(runs["sample"])[name]) for name, one in weights(runs["greedy"]).items())
     greedy, drawn = (run.read_summary()["test"]["mean_experts"] for run in runs.values())
     assert greedy != drawn
+
+
+@pytest.mark.parametrize(("num_samples", "size"), [(20, 8), (155, 8), (256, 16), (1000, 32), (4096, 256), (10**6, 256)])
+def test_batch_size_of_custom_data_follows_from_the_number_of_samples(num_samples, size):
+    data = Data("own", range(num_samples), range(2), range(2))
+    assert ImageTask().choose_batch_size(data) == size
+
+
+def test_batch_size_is_chosen_and_reported_only_where_the_user_gave_none(config, no_pictures, capsys):
+    for given, expected in ((None, 8), (16, 16)):
+        run = train(replace(config, batch_size=given, epochs=1, name=f"size-{given}"), None, PlainLines())
+        assert run.config.batch_size == expected
+        assert run.read_metrics()[0]["step"] == -(-87 // expected)
+        chosen = f"batch_size={expected}: chosen for 87 training images; --batch-size sets another"
+        assert (chosen in capsys.readouterr().out) == (given is None)
+
+
+def test_presets_leave_the_batch_size_of_custom_data_open(data_file):
+    assert preset_values("best", str(data_file), "mre")["batch_size"] is None
+    assert preset_values("best", "mnist", "mre")["batch_size"] == 256
+    assert preset_values("best", "digits", "mre")["batch_size"] == 64
+    assert preset_values("paper", str(data_file), "mre-paper")["batch_size"] == 256

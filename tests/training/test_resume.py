@@ -1,5 +1,6 @@
 """A run that was stopped, by whatever, ends exactly as one that was not."""
 
+import atexit
 import os
 import random
 import signal
@@ -11,10 +12,10 @@ import pytest
 import torch
 
 from forked import Forked, command
+from raytraced.training.callbacks import Reporter
 from raytraced.training.config import write_config
 from raytraced.training.interrupt import Interrupted
 from raytraced.training.loop import train
-from raytraced.training.reporter import Reporter
 from raytraced.training.run_folder import RunFolder, create_run_folder
 from raytraced.training.state import list_checkpoints
 from training.runs import assert_same_run, metrics, weights
@@ -28,7 +29,7 @@ class SignalAt(Reporter):
     def __init__(self, step: int, number: int = signal.SIGINT) -> None:
         self.left, self.number = step, number
 
-    def step(self, epoch, batch, figures):
+    def on_step(self, state):
         self.left -= 1
         if self.left == 0:
             os.kill(os.getpid(), self.number)
@@ -83,7 +84,7 @@ def test_number_of_threads_changes_the_last_bits_at_most(config, no_pictures):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signal_finishes_the_step_saves_and_tells_the_exit_code(config, no_pictures, number, code):
+def test_signal_finishes_the_step_saves_and_sets_the_exit_code(config, no_pictures, number, code):
     with pytest.raises(Interrupted) as stop:
         train(config, None, SignalAt(5, number))
     assert stop.value.exit_code == code
@@ -103,7 +104,7 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_used(config, no_pictu
     assert_same_run(run, whole)
 
 
-def test_interrupted_command_tells_how_to_go_on_and_its_last_line_is_the_run(config):
+def test_interrupted_command_prints_how_to_resume_and_its_last_line_is_the_run(config):
     process = start(replace(config, epochs=500, checkpoint_steps=None))
     run = announced_run(process)
     process.send_signal(signal.SIGTERM)
@@ -147,11 +148,17 @@ def kill_and_resume(config, num_kills: int, seed: int) -> None:
 
 
 def start(config, run: RunFolder | None = None) -> Forked:
-    """`raytraced train` or `raytraced resume` as a process of its own."""
-    file = Path(config.output).with_name(f"{config.name}.yaml")
-    file.write_text(write_config(config))
+    """`raytraced train` or `raytraced resume` as a separate process."""
+    file = write_options(config)
     words = ["resume", str(run.path)] if run else ["train", "-c", str(file)]
     return Forked(command, *words)
+
+
+def write_options(config) -> Path:
+    """A file of options beside the runs folder."""
+    file = Path(config.runs_dir).with_name(f"{config.name}.yaml")
+    file.write_text(write_config(config))
+    return file
 
 
 def announced_run(process: Forked) -> RunFolder:
@@ -183,3 +190,28 @@ def run_to_end(process: Forked) -> RunFolder:
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     return RunFolder(Path(output.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("moment", ["while its result is printed", "while Python exits"])
+def test_a_signal_after_a_run_is_complete_does_not_change_its_exit_code(config, moment):
+    config = replace(config, epochs=1)
+    process = Forked(interrupted_late, moment, str(write_options(config)))
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert RunFolder(Path(output.splitlines()[-1])).read_summary() is not None
+
+
+def interrupted_late(moment: str, file: str) -> int:
+    """`raytraced train` in a process that gets SIGINT at a late moment."""
+    from raytraced.training import run_tables
+
+    def interrupt(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    if moment == "while its result is printed":
+        run_tables.print_outcome = interrupt
+        return command("train", "-c", file)
+    code = command("train", "-c", file)
+    atexit._run_exitfuncs()  # as at the end of every process that is not forked
+    interrupt()
+    return code

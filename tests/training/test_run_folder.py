@@ -20,7 +20,7 @@ def test_loaded_model_takes_images_as_they_are_and_answers_as_the_summary_says(t
     assert model.card.options["weighting"] == "rates-to-one"  # a default, written down: it may be another one some day
     assert model.card.data == "stripes"
     assert model.card.spec["class_names"] == ["0", "1", "2"]
-    assert not model.card.training.keys() & {"data", "output", "name", "data_root", "device"}  # of this machine alone
+    assert not model.card.training.keys() & {"data", "runs_dir", "name", "data_root", "device"}  # of this machine alone
     arrays = np.load(run.config.data)
     images, labels = torch.from_numpy(arrays["x_test"])[:, None], torch.from_numpy(arrays["y_test"])
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_unfinished_run_has_no_model_yet_and_says_how_to_get_one(config):
         raytraced.load(run.path)
 
 
-def test_who_writes_a_run_removes_what_a_killed_writer_left_and_who_reads_it_does_not(config):
+def test_a_writer_removes_what_a_killed_writer_left_and_a_reader_does_not(config):
     """A reader would take the file of a writer that is at work from under it."""
     run = create_run_folder(config, "")
     left = [
@@ -83,7 +83,7 @@ def test_who_writes_a_run_removes_what_a_killed_writer_left_and_who_reads_it_doe
 
 
 def test_folder_appears_with_its_configuration_inside(config, monkeypatch):
-    """Whoever sees the folder can resume it: it is filled under another name first."""
+    """A folder that exists can be resumed: it is filled under another name first."""
     seen = []
     replace_path = Path.replace
     monkeypatch.setattr(Path, "replace", lambda self, to: (seen.append((self, to)), replace_path(self, to))[1])
@@ -102,7 +102,7 @@ def test_line_of_metrics_that_a_crash_cut_short_is_left_out(config):
     assert [line["epoch"] for line in run.read_metrics()] == [1, 2]
 
 
-def test_a_damaged_config_is_told_in_a_users_words(tmp_path):
+def test_a_damaged_config_is_one_line_in_plain_words(tmp_path):
     (tmp_path / "config.yaml").write_text("epochs: many")
     with pytest.raises(ValueError, match=r"is not the configuration of a run .epochs='many': must be a whole number"):
         _ = RunFolder(tmp_path).config

@@ -12,13 +12,13 @@ from raytraced import RaytracedExperts, load
 from raytraced.models.classifier import Classifier
 from raytraced.tasks.images.task import ImageTask
 from raytraced.tasks.task import Batch
+from raytraced.training.callbacks import Reporter
 from raytraced.training.config import TrainConfig, read_config
 from raytraced.training.evaluation import evaluate
 from raytraced.training.interrupt import Interrupted
 from raytraced.training.loop import train
 from raytraced.training.objective import Objective
 from raytraced.training.optim import gradient_norm, whole
-from raytraced.training.reporter import Reporter
 from raytraced.training.run_folder import RunFolder
 from raytraced.training.world import join_world
 
@@ -29,7 +29,7 @@ class SignalAt(Reporter):
     def __init__(self, step: int) -> None:
         self.left = step
 
-    def step(self, epoch, batch, figures):
+    def on_step(self, state):
         self.left -= 1
         if self.left == 0:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -44,7 +44,7 @@ def train_some_steps(config_file: str, run: str, stop: str) -> None:
 
 
 def custom_model() -> Classifier:
-    """Experts as modules of one's own, of which a batch of one image leaves most without a sample."""
+    """Custom modules as experts, of which a batch of one image leaves most without a sample."""
     torch.manual_seed(0)
 
     def layer():

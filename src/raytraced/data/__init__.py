@@ -1,1 +1,1 @@
-"""Verified arrays of bytes from wherever they can be had; what they mean is a task's business."""
+"""Verified arrays of bytes from the cache or from public sources; the tasks know what they mean."""

@@ -1,6 +1,7 @@
-"""A public set's arrays: from the cache, else from the first place that has them, always verified.
+"""The arrays of a public data set: from the cache, else from the first source that has them, always verified.
 
-The cache is a folder a data set, in it one memory-mapped file an array, never half written, never used when altered.
+The cache has one folder per data set with one memory-mapped file per array. No entry is ever half written, and an altered
+one is not used.
 
 An entry appears by one rename of its whole folder.  Its bytes are hashed when it is written, when `raytraced data get`
 asks for it, and when a file's size or time differs from what `verified.json` noted at the last hashing; any other load
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raytraced.data.sources import ArrayInfo, Arrays, Files, PublicSet, Source, read_tar, say, show_bar
+from raytraced.errors import with_notes
 from raytraced.files import flush_folder, lock_file, write_file
 
 STAMP = "verified.json"
@@ -29,7 +31,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class UnavailableError(OSError):
-    """No source could give a data set."""
+    """No source could provide a data set; the notes of the error say why, source by source, and the remedy."""
 
 
 class DamagedError(ValueError):
@@ -49,7 +51,7 @@ def cache_root(root: str | Path | None = None) -> Path:
 
 def obtain(public_set: PublicSet, root: Path, *, hashed: bool = False) -> Arrays:
     """Return the arrays of a public set from the cache, fetching them first where they are missing or altered."""
-    # Another process may be replacing it: what is not right is looked at again below, under the lock.
+    # Another process may be replacing the entry: what is wrong here is read again below, under the lock.
     with contextlib.suppress(DamagedError, FileNotFoundError):
         return read_entry(root, public_set, hashed=hashed)
     with locked(root, public_set):
@@ -64,7 +66,7 @@ def obtain(public_set: PublicSet, root: Path, *, hashed: bool = False) -> Arrays
 
 
 def fetch(public_set: PublicSet, root: Path) -> Arrays:
-    """Return the verified arrays from the first source that has them; if none has, tell why, source by source."""
+    """Return the verified arrays from the first source that has them; UnavailableError if none has."""
     named = os.environ.get("RAYTRACED_DATA")
     folders = [Path(named).expanduser(), root] if named else [root]
     sources: tuple[Path | Source, ...] = (*folders, *public_set.sources)
@@ -75,8 +77,8 @@ def fetch(public_set: PublicSet, root: Path) -> Arrays:
                 arrays = from_folder(source, public_set)
             else:
                 say(f"{public_set.name}: trying {source}")
-                with working_folder(root, public_set.name) as folder, show_bar(public_set.name) as tell:
-                    arrays = _verified(public_set, source.fetch(public_set.wanted, folder, tell))
+                with working_folder(root, public_set.name) as folder, show_bar(public_set.name) as report:
+                    arrays = _verified(public_set, source.fetch(public_set.wanted, folder, report))
             say(f"{public_set.name}: taken from {source}, every checksum matches")
             return arrays
         except (ValueError, OSError) as error:
@@ -86,9 +88,9 @@ def fetch(public_set: PublicSet, root: Path) -> Arrays:
             if not isinstance(source, Path):
                 say(f"{public_set.name}: failed: {error}")
     place = f"{root / public_set.folders[0]} (or name the folder that has them with RAYTRACED_DATA)"
-    again = f"raytraced data get {public_set.name}{'' if root == cache_root() else f' --root {root}'}"
-    remedy = f"Put its original files into {place}, then run:\n  {again}"
-    raise UnavailableError("\n".join([f"data set {public_set.name}: no source could give it", *failures, remedy]))
+    again = f"raytraced data get {public_set.name}{'' if root == cache_root() else f' --data-root {root}'}"
+    remedy = [f"Put its original files into {place}, then run:", f"  {again}"]
+    raise with_notes(UnavailableError(f"data set {public_set.name}: no source could provide it"), [*failures, *remedy])
 
 
 def from_folder(folder: Path, public_set: PublicSet) -> Arrays:
@@ -118,7 +120,7 @@ def _verified(public_set: PublicSet, files: Files) -> Arrays:
 
 
 def entry_folder(root: Path, public_set: PublicSet) -> Path:
-    """Return the folder of an entry; a user's original files may well lie beside it in a folder of the bare name."""
+    """Return the folder of an entry; a user's original files may be beside it in a folder of the bare name."""
     return root / f"{public_set.name}-arrays"
 
 
@@ -151,14 +153,14 @@ def read_entry(root: Path, public_set: PublicSet, *, hashed: bool = False) -> Ar
             raise FileNotFoundError(f"{folder}: there is no such folder") from None
         raise DamagedError(f"{folder}: expected {len(public_set.arrays)} arrays, some are missing") from None
     if noted != stamp:
-        # A cache that only others may write is hashed at every load instead.
+        # A cache that this user may not write is hashed at every load instead.
         with contextlib.suppress(OSError):
             write_file(folder / STAMP, json.dumps(stamp))
     return arrays
 
 
 def replace_entry(root: Path, public_set: PublicSet, arrays: Arrays) -> None:
-    """Write an entry under a temporary name and rename it, so that no reader ever sees a part of it."""
+    """Write an entry under a temporary name and rename it, so that no reader ever gets a part of it."""
     entry = entry_folder(root, public_set)
     with working_folder(root, public_set.name) as folder:
         (new := folder / "new").mkdir()
@@ -167,22 +169,22 @@ def replace_entry(root: Path, public_set: PublicSet, arrays: Arrays) -> None:
             np.save(file, np.ascontiguousarray(array), allow_pickle=False)
             write_file(new / f"{key}.npy", file.getvalue())
         with contextlib.suppress(FileNotFoundError):
-            entry.rename(folder / "old")  # whoever has it mapped keeps its bytes
+            entry.rename(folder / "old")  # a process that has it mapped keeps its bytes
         new.rename(entry)
         flush_folder(root)
 
 
 @contextlib.contextmanager
 def working_folder(root: Path, name: str) -> Iterator[Path]:
-    """Make a temporary folder beside the entries and remove what is left of it at the end; call it under the lock."""
+    """Make a temporary folder beside the entries and remove it at the end; call it under the lock."""
     with tempfile.TemporaryDirectory(".tmp", f".{name}.", root, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 @contextlib.contextmanager
 def locked(root: Path, public_set: PublicSet) -> Iterator[None]:
-    """Hold the only right to write an entry; failures to write are told with the folder and the remedy."""
-    remedy = "name another folder with --root or RAYTRACED_HOME"
+    """Hold the only right to write an entry; a failure to write names the folder and the remedy."""
+    remedy = "name another folder with --data-root or RAYTRACED_HOME"
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock = (root / f".{public_set.name}.lock").open("a")
@@ -192,9 +194,9 @@ def locked(root: Path, public_set: PublicSet) -> Iterator[None]:
         try:
             lock_file(lock)
         except BlockingIOError:
-            say(f"{public_set.name}: another process is getting it, waiting")
+            say(f"{public_set.name}: waiting for another process that downloads it")
             lock_file(lock, wait=True)
-        # Left by a process that was killed: nobody else can be writing now.
+        # Left by a process that was killed: under the lock, no other process is writing.
         for stale in root.glob(f".{public_set.name}.*.tmp"):
             shutil.rmtree(stale, ignore_errors=True)
         try:
@@ -209,13 +211,13 @@ def locked(root: Path, public_set: PublicSet) -> Iterator[None]:
 
 
 def is_out_of_space(error: BaseException) -> bool:
-    """Tell a full disk from a failure of a source: another source would not help."""
+    """Whether the disk is full: then another source would not help."""
     return isinstance(error, OSError) and error.errno in _NO_SPACE
 
 
 def _map_file(path: Path) -> NDArray[np.uint8]:
     try:
-        # copy on write: torch wants writable memory, and the file must never change
+        # Copy on write: torch needs writable memory, and the file must never change.
         return np.load(path, mmap_mode="c", allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise DamagedError(f"{path}: expected an array of uint8, found a cut or altered file ({error})") from None

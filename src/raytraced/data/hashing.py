@@ -7,7 +7,7 @@ neither on what was drawn before, nor on the number of ranks, nor on the version
 import numpy as np
 from numpy.typing import NDArray
 
-# One stream a purpose, so that no two share their bits; the other numbers are for the tasks.
+# One stream per purpose, so that no two share their bits; the tasks use the other numbers.
 SHUFFLE, VALIDATION, TEST = 0, 4, 5
 
 
@@ -16,7 +16,7 @@ def random_bits(stream: int, seed: int, *counters: int | NDArray[np.int64]) -> N
     state = np.zeros(1, dtype=np.uint64)
     for counter in (stream, seed, *counters):
         state = state + np.asarray(counter).astype(np.uint64) + np.uint64(0x9E37_79B9_7F4A_7C15)
-        # the finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a bijection that scatters every input bit
+        # SplitMix64 finaliser (Steele, Lea and Flood, 2014): a bijection that decorrelates neighbouring states.
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
         state ^= state >> np.uint64(31)

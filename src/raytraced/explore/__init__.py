@@ -1,1 +1,1 @@
-"""A page in which trained models run: weights, images and a few hundred lines of JavaScript in one file."""
+"""A page that runs trained models in a browser: weights, test images and plain JavaScript in one HTML file."""

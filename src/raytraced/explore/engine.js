@@ -1,16 +1,16 @@
-// A trained model in plain JavaScript: what routing.py, sequence.py, grid.py, draws.py and models/ do, for one sample.
-// Axes: L layers, N experts a layer, M = L·N nodes, O = N + 1 outlets of a gate, D width, T tokens, V vocabulary.
-// Numbers are doubles, weights are the float32 of the file; tests/explore compares nodes and logits with PyTorch.
+// A trained model in plain JavaScript: what routing.py, sequence.py, experts.py and models/ compute, for one sample.
+// Axes: L layers, N experts per layer, M = L·N nodes, O = N + 1 outlets of a gate, D width, T tokens, V vocabulary.
+// Numbers are doubles, weights are the float32 of the file. tests/explore compares nodes and logits with PyTorch.
 "use strict";
 
-const RATE_FLOOR = 1e-6; // as in sequence.py
+const RATE_FLOOR = 1e-6; // the same constant as in sequence.py
 
 // ---------------------------------------------------------------- weights
 
 const LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;,=>?@^_`{|}~";
 const DIGITS = Uint8Array.from({ length: 128 }, (_, code) => LETTERS.indexOf(String.fromCharCode(code)));
 
-/** The bytes of a deflated text: five letters, the digits of a number to base 85, for four bytes. */
+/** Decode a text of packing.py: base 85, five letters for four bytes, then deflate. Returns a Promise of bytes. */
 async function inflate(text) {
   const bytes = new Uint8Array(4 * Math.ceil(text.length / 5)), view = new DataView(bytes.buffer), padded = `${text}~~~~`;
   for (let i = 0, number = 0; i < text.length; i += 5, number = 0) {
@@ -21,7 +21,7 @@ async function inflate(text) {
   return new Uint8Array(await new Response(whole.stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer());
 }
 
-/** Tensors by name, {shape, data}, from a model's pack: all first bytes of its numbers, then all second ones, … */
+/** Tensors by name, {shape, data}, of a packed model. Its bytes are stored in planes: all first bytes, then all second bytes, … */
 async function unpack(pack) {
   const planes = await inflate(pack.weights);
   const num = planes.length / 4, words = new Uint32Array(num), tensors = {};
@@ -40,7 +40,7 @@ async function unpack(pack) {
 
 // ---------------------------------------------------------------- small mathematics
 
-/** W·x + b for the matrix (rows × x.length) that begins at `start` in W. */
+/** W·x + b (rows). The matrix (rows × x.length) begins at `start` in W, the bias at `biasStart` in b; b may be null. */
 function linear(W, b, x, rows, start = 0, biasStart = 0) {
   const out = new Float64Array(rows), width = x.length;
   for (let row = 0, at = start; row < rows; row++) {
@@ -65,14 +65,14 @@ function sum(values) {
   return total;
 }
 
-/** The place of the largest number, the first of equals. */
+/** The index of the largest number; the first one among equals. */
 function largest(values) {
   let best = 0;
   for (let i = 1; i < values.length; i++) if (values[i] > values[best]) best = i;
   return best;
 }
 
-/** one + scale · other */
+/** one + scale · other, element by element. */
 function add(one, other, scale = 1) {
   const out = new Float64Array(one.length);
   for (let i = 0; i < out.length; i++) out[i] = one[i] + scale * other[i];
@@ -85,90 +85,55 @@ function layerNorm(x, weight, bias) {
   return x.map((value, i) => (value - mean) * scale * weight[i] + bias[i]);
 }
 
-// ---------------------------------------------------------------- draws: the numbers of draws.py
+// ---------------------------------------------------------------- random numbers
 
-/** The high and the low word of a 32-bit product. */
-function multiply(a, b) {
-  const product = BigInt(a >>> 0) * BigInt(b);
-  return [Number(product >> 32n), Number(product & 0xffffffffn)];
-}
-
-/** Philox4x32-10: four 32-bit words for a 64-bit seed (a BigInt) and four 32-bit counters. */
-function philox(seed, counter) {
-  let [c0, c1, c2, c3] = counter;
-  let key0 = Number(seed & 0xffffffffn), key1 = Number((seed >> 32n) & 0xffffffffn);
-  for (let round = 0; round < 10; round++) {
-    const [high0, low0] = multiply(c0, 0xd2511f53), [high1, low1] = multiply(c2, 0xcd9e8d57);
-    [c0, c1, c2, c3] = [(high1 ^ c1 ^ key0) >>> 0, low1, (high0 ^ c3 ^ key1) >>> 0, low0];
-    key0 = (key0 + 0x9e3779b9) >>> 0;
-    key1 = (key1 + 0xbb67ae85) >>> 0;
+/** A uniform number in (0, 1) for some whole numbers (a seed, a step, …): MurmurHash3 of them.
+ *  It depends on nothing else, so a byte keeps its path while text is appended. PyTorch draws other numbers. */
+function uniform(...numbers) {
+  const rotate = (word, bits) => (word << bits) | (word >>> (32 - bits));
+  let hash = 0;
+  for (const number of numbers) {
+    hash ^= Math.imul(rotate(Math.imul(number, 0xcc9e2d51), 15), 0x1b873593);
+    hash = Math.imul(rotate(hash, 13), 5) + 0xe6546b64;
   }
-  return [c0, c1, c2, c3];
-}
-
-/** A word as a number inside 0 … 1. */
-function fraction(word) {
-  return ((word >>> 9) + 0.5) * 2 ** -23;
-}
-
-function uniform(seed, row, step) {
-  return fraction(philox(seed, [row, 0, Math.floor(step / 4), 0])[step % 4]);
-}
-
-function exponentials(seed, row, step, num) {
-  const words = [];
-  for (let block = 1; words.length < num; block++) words.push(...philox(seed, [row, 0, step, block]));
-  return words.slice(0, num).map((word) => Math.fround(-Math.log(fraction(word))));
-}
-
-/** The first 64-bit seeds that torch.Generator().manual_seed(number) gives: of its MT19937, two words each. */
-function torchSeeds(number, count) {
-  const state = new Uint32Array(624);
-  state[0] = number;
-  for (let i = 1; i < 624; i++) state[i] = Math.imul(1812433253, state[i - 1] ^ (state[i - 1] >>> 30)) + i;
-  const word = (i) => {
-    // of the first 227 words none needs another new one
-    const both = (state[i] & 0x80000000) | (state[i + 1] & 0x7fffffff);
-    let y = state[i + 397] ^ (both >>> 1) ^ (both & 1 ? 0x9908b0df : 0);
-    y ^= y >>> 11;
-    y ^= (y << 7) & 0x9d2c5680;
-    y ^= (y << 15) & 0xefc60000;
-    return BigInt((y ^ (y >>> 18)) >>> 0);
-  };
-  return Array.from({ length: count }, (_, i) => ((word(2 * i) << 32n) | word(2 * i + 1)) % (2n ** 63n - 1n));
+  hash = Math.imul(hash ^ (hash >>> 16), 0x85ebca6b);
+  hash = Math.imul(hash ^ (hash >>> 13), 0xc2b2ae35);
+  return (((hash ^ (hash >>> 16)) >>> 0) + 0.5) * 2 ** -32;
 }
 
 // ---------------------------------------------------------------- a raytraced layer
 
 class RaytracedLayer {
   constructor(tensors, prefix, options) {
-    const own = (name) => tensors[`${prefix}.${name}`];
+    const tensor = (name) => tensors[`${prefix}.${name}`];
     this.options = options;
     this.L = options.num_layers;
     this.N = options.num_experts;
     this.M = this.L * this.N;
-    this.gate = { weight: own("router.gate.weight").data, bias: own("router.gate.bias").data };
-    this.gateFirst = own("router.routing.gate_first")?.data;
-    this.gateInner = own("router.routing.gate_inner")?.data;
-    this.sightIn = own("router.sight_in");
-    this.sightOut = own("router.sight_out")?.data;
+    this.gate = { weight: tensor("router.gate.weight").data, bias: tensor("router.gate.bias").data };
+    this.gateFirst = tensor("router.routing.gate_first")?.data;
+    this.gateInner = tensor("router.routing.gate_inner")?.data;
+    // input-conditioned gates: a map of the layer's input with a low rank, stored under these two names
+    this.inputDown = tensor("router.sight_in");
+    this.inputUp = tensor("router.sight_out")?.data;
     this.stacks = [];
-    for (let i = 0; own(`experts.weights.${i}`); i++) {
-      const [, , rows, columns] = own(`experts.weights.${i}`).shape;
-      this.stacks.push({ weight: own(`experts.weights.${i}`).data, bias: own(`experts.biases.${i}`).data, rows, columns });
+    for (let i = 0; tensor(`experts.weights.${i}`); i++) {
+      const [, , rows, columns] = tensor(`experts.weights.${i}`).shape;
+      this.stacks.push({ weight: tensor(`experts.weights.${i}`).data, bias: tensor(`experts.biases.${i}`).data, rows, columns });
     }
-    this.expertWork = sum(this.stacks.map(({ rows, columns }) => rows * columns));
+    this.expertMacs = sum(this.stacks.map(({ rows, columns }) => rows * columns));
   }
 
-  /** What gates that see the layer's input add to their logits (L − 1, N, O). */
-  sight(hidden) {
-    if (!this.sightIn) return null;
-    const seen = linear(this.sightIn.data, null, hidden, this.sightIn.shape[0]);
-    return linear(this.sightOut, null, seen, (this.L - 1) * this.N * (this.N + 1));
+  /** What the layer's input adds to the gates' logits (L − 1, N, O); null for gates without it. */
+  inputLogits(hidden) {
+    if (!this.inputDown) return null;
+    const low = linear(this.inputDown.data, null, hidden, this.inputDown.shape[0]);
+    return linear(this.inputUp, null, low, (this.L - 1) * this.N * (this.N + 1));
   }
 
-  /** Send the entry rates through the active nodes: the rate of every node, of the output node, and what each node sent. */
-  rates(entry, active, sight) {
+  /** Send the entry rates (N) through the active nodes: the firing rates of all nodes (M) and of the output node, and
+   *  what each active node sent to the O outlets of its gate. */
+  rates(entry, active, inputLogits) {
     const { L, N, M } = this, O = N + 1, nodes = new Float64Array(M), sent = Array.from({ length: M }, () => null);
     let inputs = Array.from(entry, (rate) => Float64Array.of(rate)), output = 0;
     for (let layer = 0; layer < L; layer++) {
@@ -177,15 +142,7 @@ class RaytracedLayer {
         const node = layer * N + i, rate = sum(inputs[i]);
         nodes[node] = rate;
         if (!active[node]) continue;
-        const last = layer === L - 1, sends = new Float64Array(O);
-        if (last) sends[N] = rate;
-        else {
-          const [W, start] = layer === 0 ? [this.gateFirst, i * O] : [this.gateInner, ((layer - 1) * N + i) * O * N];
-          let logits = linear(W, null, inputs[i], O, start);
-          if (sight) logits = add(logits, sight.subarray(node * O, (node + 1) * O));
-          const shares = softmax(logits);
-          for (let outlet = 0; outlet < O; outlet++) sends[outlet] = rate * shares[outlet];
-        }
+        const sends = this.gateOutputs(node, inputs[i], rate, inputLogits);
         for (let j = 0; j < N; j++) below[j][i] = sends[j];
         output += sends[N];
         sent[node] = sends;
@@ -195,46 +152,61 @@ class RaytracedLayer {
     return { nodes, output, sent };
   }
 
-  /** The candidate drawn: the largest; where a uniform number falls; or, of models so trained, a race's winner. */
-  choose(chances, seed, row, step) {
-    const { M, options: { stop } } = this; // a number: what the output node's rate counts
-    if (stop > 0) chances = chances.map((value, place) => (place === M ? stop * value : value));
-    const dominant = chances[M] > Math.max(...chances.subarray(0, M));
-    if (stop === "dominant") chances = chances.map((value, place) => ((place === M) === dominant ? value : 0));
-    if (seed === null) return largest(chances);
-    if (this.options.estimator === "gumbel") {
-      const noise = exponentials(seed, row, step, M + 1);
-      return largest(chances.map((value, place) => value / noise[place]));
+  /** How an active node divides its firing rate among the nodes of the next layer and the output node (O). */
+  gateOutputs(node, inputs, rate, inputLogits) {
+    const { L, N } = this, O = N + 1, layer = Math.floor(node / N), i = node % N;
+    if (layer === L - 1) {
+      const sends = new Float64Array(O);
+      sends[N] = rate;
+      return sends;
     }
-    const target = uniform(seed, row, step) * sum(chances);
-    let place = 0, reached = chances[0];
-    while (reached < target && place < M) reached += chances[++place];
+    const [W, start] = layer === 0 ? [this.gateFirst, i * O] : [this.gateInner, ((layer - 1) * N + i) * O * N];
+    let logits = linear(W, null, inputs, O, start);
+    if (inputLogits) logits = add(logits, inputLogits.subarray(node * O, (node + 1) * O));
+    return softmax(logits).map((share) => rate * share);
+  }
+
+  /** Firing rates of the candidates (M + 1) -> the probability of each to be chosen next, by the layer's rule to stop. */
+  probabilities(rates, output, active) {
+    const { M, options: { stop } } = this, probs = new Float64Array(M + 1);
+    for (let node = 0; node < M; node++) probs[node] = active[node] ? 0 : rates[node];
+    const dominant = output > Math.max(...probs.subarray(0, M));
+    if (stop === "dominant" && dominant) probs.fill(0);
+    if (stop !== "dominant" || dominant) probs[M] = stop > 0 ? stop * output : output; // a number weights the output node
+    const total = sum(probs);
+    return probs.map((value) => value / total);
+  }
+
+  /** The candidate chosen: the most probable where `number` is null, else the one that a uniform number falls on. */
+  choose(probs, number) {
+    if (number === null) return largest(probs);
+    let place = 0, reached = probs[0];
+    while (reached < number && place < this.M) reached += probs[++place];
     return place;
   }
 
-  /** The activation sequence: the nodes in order, and before each draw the rates, the chances and the choice. */
-  sequence(hidden, { seed = null, row = 0, maxExperts = null } = {}) {
+  /** The activation sequence: the nodes in order, the state before each choice (rates, probabilities, choice), and what
+   *  ended it: "output", "budget" or "all". `random(step)` gives a uniform number; without it the sequence is greedy. */
+  sequence(hidden, { random = null, maxExperts = null } = {}) {
     const { M } = this, active = new Uint8Array(M), nodes = [], states = [];
-    const most = maxExperts === null ? M : Math.min(maxExperts, M);
-    const entry = softmax(linear(this.gate.weight, this.gate.bias, hidden, this.N)), sight = this.sight(hidden);
-    let why = null;
+    const limit = maxExperts === null ? M : Math.min(maxExperts, M);
+    const entry = softmax(linear(this.gate.weight, this.gate.bias, hidden, this.N)), inputLogits = this.inputLogits(hidden);
+    let ended = null;
     for (;;) {
-      const rates = this.rates(entry, active, sight);
-      const chances = new Float64Array(M + 1);
-      for (let node = 0; node < M; node++) chances[node] = active[node] ? 0 : rates.nodes[node];
-      chances[M] = rates.output;
-      const ended = nodes.length >= most; // nothing may be drawn any more
-      const choice = ended ? null : this.choose(chances, seed, row, nodes.length);
-      states.push({ ...rates, chances, choice, active: active.slice() });
-      if (ended) why = nodes.length === M ? "all" : "budget";
-      else if (choice === M) why = "output";
-      if (why) return { entry, nodes, states, why };
+      const rates = this.rates(entry, active, inputLogits);
+      const probs = this.probabilities(rates.nodes, rates.output, active);
+      const full = nodes.length >= limit;
+      const choice = full ? null : this.choose(probs, random && random(nodes.length));
+      states.push({ ...rates, probs, choice, active: active.slice() });
+      if (full) ended = nodes.length === M ? "all" : "budget";
+      else if (choice === M) ended = "output";
+      if (ended) return { entry, nodes, states, ended };
       active[choice] = 1;
       nodes.push(choice);
     }
   }
 
-  /** How much each active expert's output counts (M). */
+  /** The weight of each active expert's output (M). */
   weights({ nodes: rates, active }) {
     const { N, M, options } = this, weights = new Float64Array(M);
     for (let start = 0; start < M; start += N) {
@@ -260,10 +232,10 @@ class RaytracedLayer {
     return x;
   }
 
-  /** The vectors that an answer would be made of after 0, 1, … L layers, under the set of one state. */
+  /** Run the active experts of a state: the layer's output after 0, 1, … L layers of the grid (L + 1 vectors of D). */
   run(hidden, state) {
     const { L, N, options } = this, weights = this.weights(state), residual = options.stream === "residual";
-    const zeros = new Float64Array(hidden.length), answers = [residual ? hidden : zeros];
+    const zeros = new Float64Array(hidden.length), outputs = [residual ? hidden : zeros];
     let total = zeros;
     for (let layer = 0; layer < L; layer++) {
       let update = zeros;
@@ -273,27 +245,27 @@ class RaytracedLayer {
       }
       hidden = residual ? add(hidden, update) : update;
       total = add(total, update);
-      answers.push(options.stream === "skip-sum" ? total : hidden);
+      outputs.push(options.stream === "skip-sum" ? total : hidden);
     }
-    return answers;
+    return outputs;
   }
 
-  /** The multiply-adds of deciding on a sequence: each step redoes no more gates than its node changed. */
-  routingWork(nodes) {
+  /** Multiply-adds of routing: a step recomputes only the gates that its node changed. */
+  routingMacs(nodes) {
     const { L, N } = this, size = (layer) => (layer === L - 1 ? 0 : (N + 1) * (layer === 0 ? 1 : N));
     const count = new Array(L).fill(0);
-    let work = this.gate.weight.length;
+    let macs = this.gate.weight.length;
     for (const node of nodes) {
-      const own = Math.floor(node / N);
-      count[own]++;
-      work += size(own);
-      for (let layer = own + 1; layer < L; layer++) work += count[layer] * size(layer);
+      const start = Math.floor(node / N);
+      count[start]++;
+      macs += size(start);
+      for (let layer = start + 1; layer < L; layer++) macs += count[layer] * size(layer);
     }
-    if (this.sightIn) {
-      const told = nodes.filter((node) => node < this.M - N).length;
-      work += this.sightIn.data.length + told * this.sightIn.shape[0] * (N + 1);
+    if (this.inputDown) {
+      const numGates = nodes.filter((node) => node < this.M - N).length;
+      macs += this.inputDown.data.length + numGates * this.inputDown.shape[0] * (N + 1);
     }
-    return work;
+    return macs;
   }
 }
 
@@ -307,14 +279,14 @@ class Classifier {
     this.layer = new RaytracedLayer(tensors, "layer", pack.options);
     this.convolves = this.shape[0] > 1;
     const [, height, width] = this.shape;
-    this.inputWork = tensors["input_block.linear.weight"].data.length;
+    this.inputMacs = tensors["input_block.linear.weight"].data.length;
     for (let s = 0; tensors[`input_block.weights.${s}`]; s++) {
-      this.inputWork += tensors[`input_block.weights.${s}`].data.length * (height >> s) * (width >> s);
+      this.inputMacs += tensors[`input_block.weights.${s}`].data.length * (height >> s) * (width >> s);
     }
-    this.headWork = tensors["head.weight"].data.length;
+    this.headMacs = tensors["head.weight"].data.length;
   }
 
-  /** Pixels (C, H, W) in bytes -> the hidden vector. */
+  /** The input block: pixels (C, H, W) in bytes -> the hidden vector (D). */
   hidden(pixels) {
     const part = (name) => this.tensors[`input_block.${name}`];
     const scale = part("scale").data, shift = part("shift").data;
@@ -335,47 +307,48 @@ class Classifier {
     return linear(this.tensors["head.weight"].data, this.tensors["head.bias"].data, vector, this.numClasses);
   }
 
-  /** Everything there is to see: the sequence, the answer after each expert, the one that counts, and what it took. */
-  think(pixels, { sample = false, seed = 0, maxExperts = null, sure = null } = {}) {
+  /** Answer one image: its activation sequence (see RaytracedLayer.sequence), the logits after each expert (`answers`) and
+   *  at the end (`logits`), the nodes that ran (`ran`), the exits with a confidence threshold, and the cost (`macs`). */
+  run(pixels, { sample = false, seed = 0, maxExperts = null, confidence = null } = {}) {
     const hidden = this.hidden(pixels), { layer } = this;
-    const found = layer.sequence(hidden, { seed: sample ? torchSeeds(seed, 1)[0] : null, maxExperts });
-    const answers = found.states.map((state) => this.head(layer.run(hidden, state).at(-1)));
-    const final = found.states.at(-1);
-    let logits = answers.at(-1), ran = found.nodes, looks = null, why = found.why;
-    if (sure !== null) {
-      looks = this.looks(layer.run(hidden, final), final, sure);
-      const end = looks.length - 1;
-      logits = looks[end].logits;
-      ran = found.nodes.filter((node) => node < end * layer.N);
-      if (looks[end].sure && ran.length < found.nodes.length) why = "sure";
+    const result = layer.sequence(hidden, { random: sample ? (step) => uniform(seed, step) : null, maxExperts });
+    const answers = result.states.map((state) => this.head(layer.run(hidden, state).at(-1)));
+    let logits = answers.at(-1), ran = result.nodes, exits = null, { ended } = result;
+    if (confidence !== null) {
+      const final = result.states.at(-1);
+      exits = this.exits(layer.run(hidden, final), final, confidence);
+      const taken = exits.length - 1;
+      logits = exits[taken].logits;
+      ran = result.nodes.filter((node) => node < taken * layer.N);
+      if (exits[taken].confidence >= confidence && ran.length < result.nodes.length) ended = "confidence";
     }
-    const routing = looks && looks.length === 1 ? 0 : layer.routingWork(found.nodes);
-    const heads = this.headWork * (looks ? looks.length : 1);
-    const multiplyAdds = this.inputWork + routing + ran.length * layer.expertWork + heads;
-    return { ...found, hidden, answers, logits, ran, looks, why, multiplyAdds };
+    const routing = exits && exits.length === 1 ? 0 : layer.routingMacs(result.nodes);
+    const heads = this.headMacs * (exits ? exits.length : 1);
+    const macs = this.inputMacs + routing + ran.length * layer.expertMacs + heads;
+    return { ...result, hidden, answers, logits, ran, exits, ended, macs };
   }
 
-  /** The answers after 0, 1, … layers, up to the first that is sure enough or that no layer below could change. */
-  looks(vectors, { active }, sure) {
-    const { N, options } = this.layer, looks = [];
-    for (let depth = 0; depth < vectors.length; depth++) {
-      const logits = this.head(vectors[depth]), probability = Math.max(...softmax(logits));
-      looks.push({ logits, probability, sure: probability >= sure });
-      const last = depth === vectors.length - 1;
+  /** The exits after 0, 1, … layers, {logits, confidence}: up to the first that reaches the threshold, or after which no
+   *  layer could change the answer. */
+  exits(outputs, { active }, threshold) {
+    const { N, options } = this.layer, exits = [];
+    for (let depth = 0; depth < outputs.length; depth++) {
+      const logits = this.head(outputs[depth]), confidence = Math.max(...softmax(logits));
+      exits.push({ logits, confidence });
       const empty = depth > 0 && options.stream !== "last" && !active.subarray(depth * N).some(Boolean);
-      if (last || empty || probability >= sure) break;
+      if (empty || confidence >= threshold) break;
     }
-    return looks;
+    return exits;
   }
 
-  /** What every expert would take, and a dense net of one block as wide as an expert for each layer; neither routes. */
-  accounts() {
-    const { M, L, expertWork } = this.layer, around = this.inputWork + this.headWork;
-    return { all: around + M * expertWork, dense: around + L * expertWork };
+  /** Multiply-adds to compare with: of all experts, and of a dense model with one block as wide as an expert per layer. */
+  costs() {
+    const { M, L, expertMacs } = this.layer, around = this.inputMacs + this.headMacs;
+    return { all: around + M * expertMacs, dense: around + L * expertMacs };
   }
 }
 
-/** Convolution of 3 × 3 with a border of zeros, then ReLU: (K, H, W) -> (C, H, W). */
+/** 3 × 3 convolution with zero padding, then ReLU: (K, H, W) -> (C, H, W). */
 function convolve(x, weight, bias, [C, K], height, width) {
   const out = new Float64Array(C * height * width);
   for (let c = 0; c < C; c++) {
@@ -400,7 +373,7 @@ function convolve(x, weight, bias, [C, K], height, width) {
   return out;
 }
 
-/** The largest of every 2 × 2 pixels. */
+/** 2 × 2 max-pooling: (C, H, W) -> (C, H / 2, W / 2). */
 function pool(x, channels, height, width) {
   const rows = height >> 1, columns = width >> 1, out = new Float64Array(channels * rows * columns);
   for (let i = 0; i < out.length; i++) {
@@ -419,57 +392,57 @@ class GPT {
     this.context = pack.context;
     this.numHeads = pack.num_heads;
     this.embedding = tensors["embedding.weight"];
-    [this.vocabulary, this.D] = this.embedding.shape;
+    [this.vocabSize, this.D] = this.embedding.shape;
     this.blocks = [];
     for (let b = 0; tensors[`blocks.${b}.norm_layer.weight`]; b++) {
-      const own = (name) => tensors[`blocks.${b}.${name}`].data;
-      this.blocks.push({ own, layer: new RaytracedLayer(tensors, `blocks.${b}.layer`, pack.options) });
+      const data = (name) => tensors[`blocks.${b}.${name}`].data;
+      this.blocks.push({ data, layer: new RaytracedLayer(tensors, `blocks.${b}.layer`, pack.options) });
     }
-    this.memory = { how: "", tokens: [], cache: [] };
+    this.memory = { options: "", tokens: [], cache: [] };
   }
 
-  /** What each token of a text runs in every block, and the logits of the token after it; old tokens are not redone.
-   *  After `milliseconds` it leaves the rest for another call. */
-  think(tokens, { sample = false, seed = 0, maxExperts = null, milliseconds = Infinity } = {}) {
+  /** Run a text: for each token its routes (one activation sequence per block) and the logits of the token after it.
+   *  Tokens known from the last call are not computed again. After `milliseconds` it returns what it has so far. */
+  run(tokens, { sample = false, seed = 0, maxExperts = null, milliseconds = Infinity } = {}) {
     const end = performance.now() + milliseconds;
-    const how = JSON.stringify([sample, seed, maxExperts]), { memory } = this;
-    if (memory.how !== how) Object.assign(memory, { how, tokens: [], cache: [] });
+    const options = JSON.stringify([sample, seed, maxExperts]), { memory } = this;
+    if (memory.options !== options) Object.assign(memory, { options, tokens: [], cache: [] });
     let same = 0;
     while (same < tokens.length && same < memory.tokens.length && tokens[same] === memory.tokens[same]) same++;
     memory.cache.length = same;
-    const seeds = sample ? torchSeeds(seed, this.blocks.length) : null;
     for (let position = same; position < tokens.length && (position === 0 || performance.now() < end); position++) {
-      memory.cache.push(this.token(tokens[position], position, memory.cache, seeds, maxExperts));
+      memory.cache.push(this.token(tokens[position], position, memory.cache, sample ? seed : null, maxExperts));
     }
     memory.tokens = tokens.slice(0, memory.cache.length);
     return memory.cache.slice();
   }
 
-  /** One token after those of the cache. */
-  token(token, position, before, seeds, maxExperts) {
+  /** Run one token after those of the cache; a seed of null is greedy. */
+  token(token, position, before, seed, maxExperts) {
     const { D } = this, keys = [], values = [], routes = [];
     let x = Float64Array.from(this.embedding.data.subarray(token * D, (token + 1) * D), (value) => value * Math.sqrt(D));
-    this.blocks.forEach(({ own, layer }, b) => {
-      const normed = layerNorm(x, own("norm_attention.weight"), own("norm_attention.bias"));
-      const all = linear(own("attention.inputs.weight"), null, normed, 3 * D);
+    this.blocks.forEach(({ data, layer }, b) => {
+      const normed = layerNorm(x, data("norm_attention.weight"), data("norm_attention.bias"));
+      const all = linear(data("attention.inputs.weight"), null, normed, 3 * D);
       const query = this.rotate(all.subarray(0, D), position);
       keys.push(this.rotate(all.subarray(D, 2 * D), position));
       values.push(all.subarray(2 * D));
-      const seen = [...before, { keys, values }];
-      const mixed = this.attend(query, seen.map((each) => each.keys[b]), seen.map((each) => each.values[b]));
-      x = add(x, linear(own("attention.output.weight"), null, mixed, D));
-      const given = layerNorm(x, own("norm_layer.weight"), own("norm_layer.bias"));
-      const route = layer.sequence(given, { seed: seeds ? seeds[b] : null, row: position, maxExperts });
-      const hidden = layer.run(given, route.states.at(-1)).at(-1);
-      // only what the experts added goes on
-      x = add(x, layer.options.stream === "residual" ? add(hidden, given, -1) : hidden);
+      const context = [...before, { keys, values }];
+      const mixed = this.attend(query, context.map((each) => each.keys[b]), context.map((each) => each.values[b]));
+      x = add(x, linear(data("attention.output.weight"), null, mixed, D));
+      const input = layerNorm(x, data("norm_layer.weight"), data("norm_layer.bias"));
+      const random = seed === null ? null : (step) => uniform(seed, b, position, step);
+      const route = layer.sequence(input, { random, maxExperts });
+      const hidden = layer.run(input, route.states.at(-1)).at(-1);
+      // the decoder adds the layer's update, not its input
+      x = add(x, layer.options.stream === "residual" ? add(hidden, input, -1) : hidden);
       routes.push(route);
     });
     const normed = layerNorm(x, this.tensors["norm.weight"].data, this.tensors["norm.bias"].data);
-    return { keys, values, routes, logits: linear(this.embedding.data, null, normed, this.vocabulary) };
+    return { keys, values, routes, logits: linear(this.embedding.data, null, normed, this.vocabSize) };
   }
 
-  /** Turn the pairs of each head by angles that grow with the position. */
+  /** Rotary position embedding: rotate the pairs of each head by angles that grow with the position. */
   rotate(vector, position) {
     const E = this.D / this.numHeads, half = E / 2, out = new Float64Array(this.D);
     for (let start = 0; start < this.D; start += E) {
@@ -497,23 +470,23 @@ class GPT {
     return out;
   }
 
-  /** Multiply-adds of the token at a position: as it went, with every expert, and with dense blocks. */
-  accounts(position, routes) {
-    const { D } = this, around = D * this.vocabulary + this.blocks.length * (4 * D * D + 2 * D * (position + 1));
-    let own = around, all = around, dense = around;
+  /** Multiply-adds of the token at a position: of its routes (`token`), of all experts, and of dense blocks. */
+  costs(position, routes) {
+    const { D } = this, around = D * this.vocabSize + this.blocks.length * (4 * D * D + 2 * D * (position + 1));
+    let token = around, all = around, dense = around;
     this.blocks.forEach(({ layer }, b) => {
-      own += layer.routingWork(routes[b].nodes) + routes[b].nodes.length * layer.expertWork;
-      all += layer.M * layer.expertWork;
-      dense += layer.L * layer.expertWork;
+      token += layer.routingMacs(routes[b].nodes) + routes[b].nodes.length * layer.expertMacs;
+      all += layer.M * layer.expertMacs;
+      dense += layer.L * layer.expertMacs;
     });
-    return { own, all, dense };
+    return { token, all, dense };
   }
 }
 
-/** A model of the page, ready to run. */
+/** Unpack a model of the page; returns a Promise of a Classifier or a GPT. */
 async function openModel(pack) {
   const tensors = await unpack(pack);
   return pack.kind === "text" ? new GPT(pack, tensors) : new Classifier(pack, tensors);
 }
 
-if (typeof module !== "undefined") module.exports = { openModel, inflate, softmax, philox, torchSeeds };
+if (typeof module !== "undefined") module.exports = { openModel, inflate, uniform };

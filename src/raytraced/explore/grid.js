@@ -1,6 +1,6 @@
-// The grid of experts: where it is drawn, and what a node tells.
+// The grid of experts: its layout, its colours, and the line that describes a node.
 
-let places = null; // where each node, the entry gate and the output node are
+let places = null; // coordinates of the nodes, the entry gate and the output node
 let nodeElements = [];
 
 function layOutGrid() {
@@ -35,12 +35,12 @@ function layOutGrid() {
   });
   const under = make("text", { class: "mark", x: centre + radius + 12, y: places.output.y, style: "text-anchor: start" }, "output node");
   svg.replaceChildren(make("g", { id: "rays" }), ...rows, gate, under, ...nodeElements);
-  svg.onkeydown = walk;
+  svg.onkeydown = moveFocus;
   svg.onmouseleave = () => readOut(null);
 }
 
-/** Arrow keys walk over the nodes, Enter picks one. */
-function walk(event) {
+/** Arrow keys move the focus over the nodes, Enter picks one. */
+function moveFocus(event) {
   const { N, M } = layerShown(), node = Number(event.target.dataset.node);
   const to = { ArrowLeft: node - 1, ArrowRight: node + 1, ArrowUp: node === M ? M - N : node - N, ArrowDown: Math.min(M, node + N) };
   if (event.key === "Enter" || event.key === " ") pick(node);
@@ -60,7 +60,7 @@ function pick(node) {
 }
 
 function paintGrid(step) {
-  const { N, M } = layerShown(), now = found.states[step], order = found.nodes.slice(0, step), rays = [];
+  const { N, M } = layerShown(), now = result.states[step], order = result.nodes.slice(0, step), rays = [];
   const isLast = step === numSteps(), { radius, entry, output } = places;
   const ray = (from, to, amount, bend = false) => {
     if (amount < 0.002) return;
@@ -68,7 +68,7 @@ function paintGrid(step) {
     const way = bend ? `C${from.x} ${middle} ${to.x} ${middle} ` : "L", d = `M${from.x} ${from.y}${way}${to.x} ${to.y}`;
     rays.push(make("path", { class: "ray", d, "stroke-width": Math.max(0.5, amount * radius * 0.9).toFixed(2) }));
   };
-  found.entry.forEach((amount, i) => ray(entry, places[i], amount));
+  result.entry.forEach((amount, i) => ray(entry, places[i], amount));
   now.sent.forEach((sends, node) => sends?.forEach((amount, outlet) => {
     if (outlet === N) ray(places[node], output, amount, true);
     else ray(places[node], places[(Math.floor(node / N) + 1) * N + outlet], amount);
@@ -76,35 +76,34 @@ function paintGrid(step) {
   $("rays").replaceChildren(...rays);
   const focused = nodeElements.findIndex((element) => element.getAttribute("tabindex") === "0");
   nodeElements.forEach((element, node) => {
-    const active = node < M && now.active[node], chance = now.chances[node], rate = node === M ? now.output : now.nodes[node];
-    const idle = active && isLast && !(found.ran ?? found.nodes).includes(node);
-    const classes = ["node", active && "active", !active && chance >= 0.0005 && "candidate", idle && "idle",
+    const active = node < M && now.active[node], prob = now.probs[node], rate = node === M ? now.output : now.nodes[node];
+    const idle = active && isLast && !(result.ran ?? result.nodes).includes(node);
+    const classes = ["node", active && "active", !active && prob >= 0.0005 && "candidate", idle && "idle",
       now.choice === node && "next", nodeShown() === node && "chosen"];
     element.setAttribute("class", classes.filter(Boolean).join(" "));
     element.querySelector(".fill").setAttribute("r", (radius * Math.sqrt(Math.min(1, rate))).toFixed(2));
     element.querySelector("text").textContent = active ? order.indexOf(node) + 1 : "";
-    element.setAttribute("aria-label", tellNode(node, step));
+    element.setAttribute("aria-label", describeNode(node, step));
     if (focused < 0) element.setAttribute("tabindex", node === nodeShown() ? 0 : -1);
   });
-  readOut(read);
+  readOut(nodePointedAt);
 }
 
-let read = null; // the node that the pointer or the focus is on
+let nodePointedAt = null; // by the mouse or the focus
 
-/** The line below the grid: of a node, or what there is to do. */
+/** The line below the grid: it describes a node, or says how to choose one. */
 function readOut(node) {
-  read = node;
-  $("readout").textContent = node === null ? "Point at a node to read its rate and its chance." : tellNode(node, stepShown());
+  nodePointedAt = node;
+  $("readout").textContent = node === null ? "Point at a node to read its firing rate and its probability." : describeNode(node, stepShown());
 }
 
-function tellNode(node, step) {
-  const { M } = layerShown(), now = found.states[step];
-  const name = node === M ? "output node" : nodeName(node), rate = (node === M ? now.output : now.nodes[node]).toFixed(3);
-  const Name = name[0].toUpperCase() + name.slice(1), chance = percent(now.chances[node]);
+function describeNode(node, step) {
+  const { M } = layerShown(), now = result.states[step];
+  const name = capitalized(node === M ? "output node" : nodeName(node)), rate = (node === M ? now.output : now.nodes[node]).toFixed(3);
   if (node < M && now.active[node]) {
-    const idle = step === numSteps() && !(found.ran ?? found.nodes).includes(node) ? ", but did not run" : "";
-    return `${Name}: activated as number ${found.nodes.indexOf(node) + 1}${idle}; firing rate ${rate}.`;
+    const idle = step === numSteps() && !(result.ran ?? result.nodes).includes(node) ? " (did not run)" : "";
+    return `${name}: activated in step ${result.nodes.indexOf(node) + 1}${idle}; firing rate ${rate}.`;
   }
-  const next = now.choice === node ? (node === M ? "; it is next, and ends the sequence" : "; it is next") : "";
-  return `${Name}: firing rate ${rate}, the chance to be next ${chance}${next}.`;
+  const next = now.choice === node ? (node === M ? "; it is next and ends the sequence" : "; it is next") : "";
+  return `${name}: firing rate ${rate}, probability to be next ${percent(now.probs[node])}${next}.`;
 }

@@ -1,9 +1,9 @@
-// What is put in: drawings, files.
+// Image inputs: drawings and files.
 
 // ---------------------------------------------------------------- drawing
 
-let pen = null; // where it is
-let isDrawing = false; // whether the pad shows a drawing, which strokes are added to
+let pen = null; // position of the keyboard's pen
+let isDrawing = false; // whether the pad shows a drawing, to which strokes are added
 
 const padContext = () => $("pad").getContext("2d", { willReadFrequently: true });
 
@@ -18,7 +18,8 @@ function clearPad() {
 }
 
 function stroke(from, to) {
-  const context = padContext(), lineWidth = Math.max(DRAWING / 10, (1.4 * DRAWING) / Math.max(...pack.image_shape)); // of a model's pixels, one and more
+  const context = padContext();
+  const lineWidth = Math.max(DRAWING / 10, (1.4 * DRAWING) / Math.max(...pack.image_shape)); // above one pixel of the model's
   Object.assign(context, { strokeStyle: "#fff", lineCap: "round", lineJoin: "round", lineWidth });
   context.beginPath();
   context.moveTo(...from);
@@ -28,7 +29,7 @@ function stroke(from, to) {
   choose(`x${toBase64(pixels)}`, pixels, true);
 }
 
-/** The drawing as the training images are: as large in its frame as they are, its weight in the middle. */
+/** Scale the drawing down to the model's size, as the training images are: as large in the frame, centre of mass in the middle. */
 function shrink() {
   const [, height, width] = pack.image_shape, pad = $("pad"), out = new Float64Array(height * width);
   const { data } = padContext().getImageData(0, 0, pad.width, pad.height);
@@ -50,7 +51,7 @@ function shrink() {
   const place = (centre, low, high, room) =>
     Math.max(0, Math.min(room - (high - low + 1) * scale, room / 2 - (centre / mass - low) * scale));
   const atX = place(x, left, right, width), atY = place(y, top, bottom, height);
-  // the pixels that one of the drawing's comes to lie on, and how much of each it covers
+  // the small pixels that a pixel of the drawing overlaps, and by how much
   const cover = (start, room) => {
     const parts = [];
     for (let to = Math.floor(start); to < Math.min(start + scale, room); to++) {
@@ -121,7 +122,7 @@ function wireDrawing() {
   });
   $("clear").addEventListener("click", () => {
     clearPad();
-    const pixels = new Uint8Array(pack.image_shape.reduce((a, b) => a * b, 1));
+    const pixels = new Uint8Array(numPixels());
     choose(`x${toBase64(pixels)}`, pixels, true);
   });
 }
@@ -130,21 +131,26 @@ function toBase64(bytes) {
   return btoa(String.fromCharCode(...bytes)).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
 }
 
+/** The bytes of a base 64 text, null if it is not one. */
 function fromBase64(text) {
-  return Uint8Array.from(atob(text.replaceAll("-", "+").replaceAll("_", "/")), (letter) => letter.charCodeAt(0));
+  try {
+    return Uint8Array.from(atob(text.replaceAll("-", "+").replaceAll("_", "/")), (letter) => letter.charCodeAt(0));
+  } catch {
+    return null;
+  }
 }
 
 // ---------------------------------------------------------------- upload, paste, drop
 
 async function takeFile(file) {
   if (!file) return;
-  if (pack.kind === "text") return tell(`${file.name}: ${pack.name} reads text; type it`);
-  if (file.size > MOST_UPLOAD) return tell(`${file.name}: has ${Math.round(file.size / 1e6)} MB; give an image of at most 20 MB`);
+  if (pack.kind === "text") return showMessage(`${file.name}: ${pack.name} reads text; type it instead`);
+  if (file.size > MAX_UPLOAD) return showMessage(`${file.name}: is ${Math.round(file.size / 1e6)} MB; choose an image of at most 20 MB`);
   let bitmap;
   try {
     bitmap = await createImageBitmap(file);
   } catch {
-    return tell(`${file.name}: is not an image that this browser can read; give a PNG or a JPEG`);
+    return showMessage(`${file.name}: is not an image that this browser can read; choose a PNG or a JPEG`);
   }
   const [channels, height, width] = pack.image_shape, size = height * width;
   const cutWidth = Math.min(bitmap.width, (bitmap.height * width) / height);
@@ -168,7 +174,7 @@ async function takeFile(file) {
     pixels.forEach((value, i) => (pixels[i] = 255 - value));
   }
   choose(`x${toBase64(pixels)}`, pixels);
-  if (inverted) tell(`${file.name}: looked inverted beside the training images; its negative is shown`);
+  if (inverted) showMessage(`${file.name}: is inverted compared with the training images; its negative is used`);
 }
 
 function wireFiles() {
@@ -180,7 +186,7 @@ function wireFiles() {
   document.addEventListener("paste", (event) => takeFile(event.clipboardData.files[0]));
   for (const kind of ["dragover", "drop"]) {
     document.addEventListener(kind, (event) => {
-      if (!event.dataTransfer.types.includes("Files")) return; // a text goes where it is dropped
+      if (!event.dataTransfer.types.includes("Files")) return; // the browser handles dropped text
       event.preventDefault();
       if (kind === "drop") takeFile(event.dataTransfer.files[0]);
     });

@@ -1,4 +1,4 @@
-"""A trained model as what engine.js opens: its options, the shapes of its tensors, and their numbers as a short text."""
+"""A trained model in the format of engine.js: its options, the shapes of its tensors, and their numbers as a short text."""
 
 import zlib
 from base64 import b85encode
@@ -7,34 +7,52 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raytraced.grid import MLPExperts
+from raytraced.experts import MLPExperts
 from raytraced.models.classifier import Classifier
 from raytraced.models.gpt import GPT
 from raytraced.models.output import Model
 from raytraced.routers.raytraced import RaytracedExperts
 from raytraced.tasks.images.task import known_classes
 
-# bits of 23: numbers to 5e-7 of themselves, about what float32 sums differ by, and a page a tenth smaller
+# Of 23 bits: a relative error of 5e-7, about that of float32 sums, for a page that is a tenth smaller.
 MANTISSA = 20
-OPTIONS = ("num_layers", "num_experts", "stream", "weighting", "stop", "estimator")
+OPTIONS = ("num_layers", "num_experts", "stream", "weighting", "stop")
 
 
 def why_unpackable(model: Model) -> str | None:
-    """Why a model cannot run in the page, None if it can."""
+    """Why a model cannot run in the page.
+
+    Args:
+        model: Any model of this package.
+
+    Returns:
+        The reason, to be read after the model's name; None if the model can run.
+    """
     if not isinstance(model, Classifier | GPT) or not model.card.model:
-        return "only models made by raytraced.build or load, of images or of text, run in the page"
+        return "the page runs image and text models made by raytraced.build or raytraced.load"
     for layer in model.routed_layers():
         if not isinstance(layer, RaytracedExperts):
-            return "its experts are not raytraced; the page shows models mre and gpt-mre"
+            return "it is not a raytraced model; the page runs mre and gpt-mre"
         if not isinstance(layer.experts, MLPExperts):
-            return "its experts are modules of one's own; the page runs MLPs"
+            return "its experts are custom modules; the page runs MLPs"
     if isinstance(model, GPT) and model.tokenizer is not None:
-        return "it has a tokenizer; the page reads bytes"
+        return "it has a tokenizer; the page runs models of bytes"
     return None
 
 
 def pack_model(name: str, model: Model) -> dict[str, Any]:
-    """All that engine.js asks for."""
+    """Pack a model for engine.js.
+
+    Args:
+        name: The name in the page's list of models.
+        model: An image model or a language model of bytes with raytraced experts.
+
+    Returns:
+        JSON values: the name, the kind, the options, the shape of each tensor and all weights as one text.
+
+    Raises:
+        ValueError: The model cannot run in the page.
+    """
     if reason := why_unpackable(model):
         raise ValueError(f"{name}: {reason}")
     state, spec = model.state_dict(), model.card.spec
@@ -48,11 +66,15 @@ def pack_model(name: str, model: Model) -> dict[str, Any]:
     }
     if isinstance(model, GPT):
         return pack | {"kind": "text", "context": model.context, "num_heads": spec["num_heads"]}
-    return pack | {"kind": "image", "image_shape": list(spec["image_shape"]), "classes": list(known_classes(model))}
+    return pack | {
+        "kind": "image",
+        "image_shape": list(spec["image_shape"]),
+        "classes": [*map(str, known_classes(model))],
+    }
 
 
 def planes_of(numbers: NDArray[np.float32]) -> bytes:
-    """All first bytes of the rounded numbers, then all second ones, …: what is alike lies together, and deflates."""
+    """All first bytes of the rounded numbers, then all second bytes, …: similar bytes are neighbours and deflate well."""
     dropped = 23 - MANTISSA
     words = numbers.astype("<f4").view("<u4")
     rounded = (words + np.uint32(1 << dropped - 1)) >> dropped << dropped
@@ -61,6 +83,5 @@ def planes_of(numbers: NDArray[np.float32]) -> bytes:
 
 
 def deflated(content: bytes) -> str:
-    """Bytes as engine.js's `inflate` takes them."""
-    # five letters for four bytes; a comma for the "<" that no text of the page may hold
+    """Bytes as a text that `inflate` of engine.js decodes: deflate, then base 85, with a comma in place of "<"."""
     return b85encode(zlib.compress(content, 9)).replace(b"<", b",").decode()

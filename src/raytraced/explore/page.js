@@ -1,23 +1,24 @@
-// The page around engine.js: one state, what follows from it, and the address that holds it. Read after the others.
+// The page around engine.js: the state, the display of the state, and the address that stores it. Loaded after the other scripts.
 
 const $ = (id) => document.getElementById(id);
 const PACKS = JSON.parse($("models").textContent);
-const DRAWING = 280; // pixels of the longer side of the drawing, before it is made small
-const BEAT = 900; // milliseconds of a step while it plays
-const SLICE = 10; // milliseconds of thinking between two looks at a long text
-const FRAME = 17; // milliseconds between two paints
-const MOST_BARS = 12;
-const MOST_UPLOAD = 20e6;
+const DRAWING = 280; // pixels of the longer side of the drawing, before it is scaled down
+const STEP_MS = 900; // of each step while the sequence plays
+const SLICE_MS = 10; // of computing between two updates of a long text
+const FRAME_MS = 17; // between two paints
+const MAX_BARS = 12;
+const MAX_UPLOAD = 20e6; // bytes
 const percent = (value) =>
   value > 0.9995 && value < 1 ? ">99.9\u00a0%" : `${(100 * value).toFixed(value < 0.0995 || (value >= 0.9945 && value < 1) ? 1 : 0)}\u00a0%`;
 const plural = (num, word) => `${num} ${word}${num === 1 ? "" : "s"}`;
+const capitalized = (text) => text[0].toUpperCase() + text.slice(1);
 
-// What one sees follows from this; all of it is in the address.
+// The display depends on this alone, and the address stores all of it.
 const state = {
-  model: 0, input: "", pixels: null, sample: false, seed: 0, budget: null, sure: null, step: null, node: null,
+  model: 0, input: "", pixels: null, sample: false, seed: 0, budget: null, confidence: null, step: null, node: null,
   text: "To be, or not to be, that is the question:", byte: null, block: 0, colour: "count",
 };
-let model = null, pack = null, gallery = [], found = null, tokens = [], player = null;
+let model = null, pack = null, gallery = [], result = null, tokens = [], player = null;
 
 function make(tag, attributes = {}, ...children) {
   const svg = ["circle", "path", "g", "text", "rect", "title"].includes(tag);
@@ -30,27 +31,27 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-function tell(message) {
+function showMessage(message) {
   $("message").textContent = message;
 }
 
 // ---------------------------------------------------------------- the model and its gallery
 
-let turns = 0;
+let numRequests = 0;
 
-/** Make a model the one that is shown; false if by then another was asked for. */
+/** Show a model; false if another one was requested before it was ready. */
 async function open(index) {
-  const turn = ++turns, wanted = PACKS[index], opened = await openModel(wanted);
-  const bytes = wanted.gallery ? await inflate(wanted.gallery.images) : [];
-  if (turn !== turns) return false;
+  const request = ++numRequests, requested = PACKS[index], opened = await openModel(requested);
+  const bytes = requested.gallery ? await inflate(requested.gallery.images) : [];
+  if (request !== numRequests) return false;
   pause();
-  clearTimeout(later);
-  [pack, model, state.model, state.block] = [wanted, opened, index, 0];
+  clearTimeout(nextSlice);
+  [pack, model, state.model, state.block] = [requested, opened, index, 0];
   for (let i = 1; i < bytes.length; i++) bytes[i] += bytes[i - 1]; // packed as differences
   gallery = (pack.gallery?.labels ?? []).map((label, i) => {
-    const size = pack.image_shape.reduce((a, b) => a * b, 1), pixels = bytes.subarray(i * size, (i + 1) * size);
-    const thought = model.think(pixels);
-    return { label, pixels, answer: largest(thought.logits), thought };
+    const size = numPixels(), pixels = bytes.subarray(i * size, (i + 1) * size);
+    const answered = model.run(pixels);
+    return { label, pixels, answer: largest(answered.logits), final: answered.states.at(-1) };
   });
   document.body.className = pack.kind === "text" ? "texts" : "images";
   const longest = Math.max(...(pack.classes ?? ["new line"]).map((name) => name.length));
@@ -66,6 +67,11 @@ function layerShown() {
   return pack.kind === "text" ? model.blocks[state.block].layer : model.layer;
 }
 
+/** The bytes of an image: channels × height × width. */
+function numPixels() {
+  return pack.image_shape.reduce((a, b) => a * b, 1);
+}
+
 function openImages() {
   const [channels, height, width] = pack.image_shape, canDraw = channels === 1, scale = DRAWING / Math.max(height, width);
   document.body.classList.toggle("can-draw", canDraw);
@@ -73,19 +79,19 @@ function openImages() {
   $("pad").height = Math.round(height * scale);
   $("pad").setAttribute("aria-label", canDraw ? "Drawing" : "The image");
   $("pad-hint").textContent = canDraw
-    ? "Draw with the mouse or a finger; with arrow keys, Space puts the pen down. Or drop or paste an image."
-    : "Choose a test image; or upload, drop or paste one of your own.";
-  const wrong = gallery.filter(({ label, answer }) => label !== answer).length;
+    ? "Draw with the mouse, a finger or the arrow keys (Space lowers and lifts the pen). You can also drop or paste an image."
+    : "Choose a test image, or upload, drop or paste your own image.";
+  const numWrong = gallery.filter(({ label, answer }) => label !== answer).length;
   $("gallery-hint").textContent = gallery.length
-    ? `Chosen: ${gallery.length - wrong} right, ${wrong} wrong ✗`
-    : "None: the data set was not at hand when this page was made.";
+    ? `${gallery.length - numWrong} answered correctly, ${numWrong} wrong (✗).`
+    : "None: this page was made without the data set.";
   $("gallery").replaceChildren(...gallery.map((_, i) => thumb(i)));
 }
 
-/** A button that shows a test image and chooses it. */
+/** A button that shows a test image and selects it. */
 function thumb(i) {
   const { label, answer, pixels } = gallery[i], wrong = label !== answer;
-  const name = `${pack.classes[label]}${wrong ? `, taken for ${pack.classes[answer]}` : ""}`;
+  const name = `${pack.classes[label]}${wrong ? `, classified as ${pack.classes[answer]}` : ""}`;
   const canvas = make("canvas");
   paintPixels(canvas, pixels);
   return make("button", {
@@ -105,13 +111,13 @@ function paintPixels(canvas, pixels) {
   canvas.getContext("2d").putImageData(image, 0, 0);
 }
 
-/** A new image to think about; `drawn` if the pad shows it, as a drawing that strokes are added to. */
+/** Run a new image; `drawn` if the pad already shows it, as a drawing that strokes are added to. */
 function choose(input, pixels, drawn = false) {
   Object.assign(state, { input, pixels: Uint8Array.from(pixels), step: null });
   isDrawing = drawn;
-  tell("");
+  showMessage("");
   if (!drawn) showOnPad();
-  think();
+  update();
 }
 
 function showOnPad() {
@@ -121,37 +127,43 @@ function showOnPad() {
   context.drawImage(small, 0, 0, $("pad").width, $("pad").height);
 }
 
-// ---------------------------------------------------------------- thinking
+// ---------------------------------------------------------------- run the model, show the result
 
-function think() {
-  const options = { sample: state.sample, seed: state.seed, maxExperts: state.budget, sure: state.sure };
+/** The index of the test image shown, null for another image. */
+function galleryIndex() {
+  return state.input[0] === "g" ? Number(state.input.slice(1)) : null;
+}
+
+function update() {
+  const options = { sample: state.sample, seed: state.seed, maxExperts: state.budget, confidence: state.confidence };
   if (pack.kind === "image") {
-    found = model.think(state.pixels, options);
-    paintPixels($("seen"), state.pixels);
-    const chosen = state.input[0] === "g" ? Number(state.input.slice(1)) : null;
+    result = model.run(state.pixels, options);
+    paintPixels($("model-input"), state.pixels);
+    const chosen = galleryIndex();
     Array.from($("gallery").children, (button, i) => {
       button.setAttribute("aria-pressed", i === chosen);
-      button.tabIndex = i === (chosen ?? 0) ? 0 : -1; // one stop for the Tab key, arrows go on
+      button.tabIndex = i === (chosen ?? 0) ? 0 : -1; // the Tab key stops once, arrow keys move on
     });
-  } else thinkText(options);
+  } else updateText(options);
   paint();
 }
 
-/** The expert that is looked at: the one picked, else the first that is active. */
+/** The expert whose usage is shown: the one picked, else the first that is active. */
 function nodeShown() {
-  return state.node ?? found.nodes[0] ?? 0;
+  return state.node ?? result.nodes[0] ?? 0;
 }
 
 function numSteps() {
-  return found.states.length - 1;
+  return result.states.length - 1;
 }
 
 function stepShown() {
   return Math.min(state.step ?? numSteps(), numSteps());
 }
 
-function truth() {
-  return pack.kind === "image" && state.input[0] === "g" ? gallery[Number(state.input.slice(1))].label : null;
+/** The label of the test image shown, null for another image or a text. */
+function trueLabel() {
+  return pack.kind === "image" && galleryIndex() !== null ? gallery[galleryIndex()].label : null;
 }
 
 function paint() {
@@ -160,19 +172,19 @@ function paint() {
   $("step").value = step;
   $("step").setAttribute("aria-valuetext", `${step} of ${last} experts`);
   $("back").disabled = step === 0;
-  $("forth").disabled = step === last;
-  $("step-told").textContent = tellStep(step);
+  $("forward").disabled = step === last;
+  $("step-text").textContent = describeStep(step);
   $("budget").value = state.budget ?? layerShown().M;
-  const each = pack.kind === "text" ? " in each block" : "";
-  $("budget-told").textContent = state.budget === null ? "none" : `at most ${state.budget}${each}`;
-  $("sure").value = Math.round(100 * (state.sure ?? 1));
-  $("sure-told").textContent = state.sure === null ? "off" : `at ${percent(state.sure)}`;
+  const perBlock = pack.kind === "text" ? " per block" : "";
+  $("budget-text").textContent = state.budget === null ? "no limit" : `at most ${plural(state.budget, "expert")}${perBlock}`;
+  $("confidence").value = Math.round(100 * (state.confidence ?? 1));
+  $("confidence-text").textContent = state.confidence === null ? "off" : percent(state.confidence);
   $("seed").value = state.seed;
   document.querySelector(`[name=select][value=${state.sample ? "sample" : "greedy"}]`).checked = true;
   paintGrid(step);
   paintAnswer(step);
-  paintAccount(step);
-  paintWho();
+  paintCost(step);
+  paintUsage();
   if (pack.kind === "text") paintBytes();
   writeAddress();
 }
@@ -182,35 +194,36 @@ function nodeName(node) {
   return `layer ${Math.floor(node / N) + 1}, expert ${(node % N) + 1}`;
 }
 
-/** What happens at a step, in a sentence. */
-function tellStep(step) {
-  const { choice, chances } = found.states[step], { M } = layerShown();
-  const ran = step ? `After ${plural(step, "expert")}` : "Before any expert";
-  if (step === numSteps() && found.why === "sure") {
-    return `The whole path has ${plural(step, "expert")}; ${found.ran.length} of them ran before it was sure.`;
+/** A sentence about a step. */
+function describeStep(step) {
+  const { choice, probs } = result.states[step], { M } = layerShown();
+  if (step === numSteps() && result.ended === "confidence") {
+    return `The sequence has ${plural(step, "expert")}; ${result.ran.length} ran before the early exit.`;
   }
-  if (choice === null) return `${ran}. ${tellWhy()}`;
-  const how = state.sample ? "drawn with a chance of" : "with the largest chance,";
+  const done = step ? `After ${plural(step, "expert")}` : "Before the first expert";
+  if (choice === null) return `${done}. ${describeEnd()}`;
+  const rule = state.sample ? "drawn with probability" : "the most probable candidate,";
   const next = choice === M ? "the output node" : nodeName(choice);
-  return `${ran}. Next: ${next}, ${how} ${percent(chances[choice])}${choice === M ? "; that ends it" : ""}.`;
+  return `${done}. Next: ${next}, ${rule} ${percent(probs[choice])}${choice === M ? "; this ends the sequence" : ""}.`;
 }
 
-function tellWhy() {
-  const { M } = layerShown(), told = found.states.at(-1).chances[M];
-  if (found.why === "sure") {
-    const end = found.looks.length - 1, spared = found.nodes.length - found.ran.length;
-    const after = end ? `after layer ${end}` : "before any layer";
-    return `Stopped when sure ${after}: ${percent(found.looks[end].probability)} ≥ ${percent(state.sure)}. ` +
-      `${plural(spared, "expert")} of the path did not run.`;
+/** A sentence about what ended the sequence. */
+function describeEnd() {
+  const { M } = layerShown(), prob = result.states.at(-1).probs[M];
+  if (result.ended === "confidence") {
+    const taken = result.exits.length - 1, numSaved = result.nodes.length - result.ran.length;
+    const where = taken ? `after layer ${taken}` : "before layer 1";
+    return `Early exit ${where}: confidence ${percent(result.exits[taken].confidence)} ≥ ${percent(state.confidence)}. ` +
+      `${plural(numSaved, "expert")} of the sequence did not run.`;
   }
-  if (found.why === "budget") return `Stopped by the budget: ${plural(state.budget, "expert")}.`;
-  if (found.why === "all") return "Stopped because every expert is active.";
+  if (result.ended === "budget") return `Stopped by the budget: ${plural(state.budget, "expert")}.`;
+  if (result.ended === "all") return "Stopped because every expert is active.";
   return state.sample
-    ? `Stopped because the output node was drawn; its chance was ${percent(told)}.`
-    : `Stopped because the output node had the largest chance, ${percent(told)}.`;
+    ? `Stopped because the output node was drawn, with probability ${percent(prob)}.`
+    : `Stopped because the output node was the most probable candidate, ${percent(prob)}.`;
 }
 
-// ---------------------------------------------------------------- steps and dials
+// ---------------------------------------------------------------- controls
 
 function pause() {
   clearInterval(player);
@@ -218,58 +231,73 @@ function pause() {
   $("play").textContent = "Play";
 }
 
-function go(step) {
+function goToStep(step) {
   state.step = step >= numSteps() ? null : Math.max(0, step);
   paint();
 }
 
-function wireControls() {
+/** Change some options and run the model again. */
+function change(values) {
+  pause();
+  Object.assign(state, { step: null, ...values });
+  update();
+}
+
+function wireSteps() {
   $("play").addEventListener("click", () => {
     if (player) return pause();
-    if (stepShown() === numSteps()) go(0);
+    if (stepShown() === numSteps()) goToStep(0);
     $("play").textContent = "Pause";
     player = setInterval(() => {
-      go(stepShown() + 1);
+      goToStep(stepShown() + 1);
       if (stepShown() === numSteps()) pause();
-    }, BEAT);
+    }, STEP_MS);
   });
-  const byHand = (step) => {
+  const stepByHand = (step) => {
     pause();
-    go(step);
+    goToStep(step);
   };
-  $("back").addEventListener("click", () => byHand(stepShown() - 1));
-  $("forth").addEventListener("click", () => byHand(stepShown() + 1));
-  $("step").addEventListener("input", () => byHand(Number($("step").value)));
-  const change = (values) => {
-    pause();
-    Object.assign(state, { step: null, ...values });
-    think();
-  };
+  $("back").addEventListener("click", () => stepByHand(stepShown() - 1));
+  $("forward").addEventListener("click", () => stepByHand(stepShown() + 1));
+  $("step").addEventListener("input", () => stepByHand(Number($("step").value)));
+}
+
+function wireOptions() {
   for (const radio of document.getElementsByName("select")) {
     radio.addEventListener("change", () => change({ sample: radio.value === "sample" }));
   }
-  const seedOf = (text) => (/^\d{1,10}$/.test(text) ? Math.min(Number(text), 2 ** 32 - 1) : 0);
-  $("seed").addEventListener("change", () => change({ seed: seedOf($("seed").value), sample: true }));
-  $("another").addEventListener("click", () => change({ seed: (state.seed + 1) % 2 ** 32, sample: true }));
+  const readSeed = (text) => (/^\d{1,10}$/.test(text) ? Math.min(Number(text), 2 ** 32 - 1) : 0);
+  $("seed").addEventListener("change", () => change({ seed: readSeed($("seed").value), sample: true }));
+  $("next-seed").addEventListener("click", () => change({ seed: (state.seed + 1) % 2 ** 32, sample: true }));
   $("budget").addEventListener("input", () => {
-    const most = Number($("budget").value);
-    change({ budget: most === layerShown().M ? null : most });
+    const limit = Number($("budget").value);
+    change({ budget: limit === layerShown().M ? null : limit });
   });
-  $("sure").addEventListener("input", () => change({ sure: $("sure").value === "100" ? null : Number($("sure").value) / 100 }));
+  $("confidence").addEventListener("input", () => {
+    const threshold = Number($("confidence").value);
+    change({ confidence: threshold === 100 ? null : threshold / 100 });
+  });
+}
+
+function wireGallery() {
   $("gallery").addEventListener("keydown", (event) => {
     const all = [...$("gallery").children], columns = all.filter((each) => each.offsetTop === all[0].offsetTop).length;
     const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns };
-    const to = all[all.indexOf(event.target) + moves[event.key]];
     if (!(event.key in moves)) return;
+    const to = all[all.indexOf(event.target) + moves[event.key]];
     event.preventDefault();
     to?.click();
     to?.focus();
   });
-  $("who-images").addEventListener("click", () => (state.node = nodeShown()), true); // its images must not exchange it
-  $("model").addEventListener("change", () => show(new URLSearchParams({ m: PACKS[$("model").value].name })));
+  // an image of the expert shown must not replace that expert
+  $("usage-images").addEventListener("click", () => (state.node = nodeShown()), true);
+}
+
+function wirePage() {
+  $("model").addEventListener("change", () => show(new URLSearchParams({ model: PACKS[$("model").value].name })));
   let size = 0;
   new ResizeObserver(() => {
-    if (!found || $("stage").clientWidth === size) return;
+    if (!result || $("stage").clientWidth === size) return;
     size = $("stage").clientWidth;
     layOutGrid();
     paint();
@@ -279,68 +307,69 @@ function wireControls() {
 // ---------------------------------------------------------------- the address
 
 function writeAddress() {
-  const query = new URLSearchParams({ m: pack.name });
-  const isText = pack.kind === "text";
-  if (isText) query.set("t", state.text);
-  else query.set("i", state.input);
-  if (state.sample) query.set("s", state.seed);
-  if (state.budget !== null) query.set("b", state.budget);
-  if (state.sure !== null && !isText) query.set("u", Math.round(100 * state.sure));
-  if (state.step !== null) query.set("k", state.step);
-  if (state.node !== null) query.set("n", state.node);
-  if (isText) query.set("c", state.byte);
-  if (isText && state.block) query.set("l", state.block);
-  if (isText && state.colour !== "count") query.set("f", state.colour);
+  const query = new URLSearchParams({ model: pack.name }), isText = pack.kind === "text";
+  if (isText) query.set("text", state.text);
+  else query.set("image", state.input);
+  if (state.sample) query.set("seed", state.seed);
+  if (state.budget !== null) query.set("budget", state.budget);
+  if (state.confidence !== null && !isText) query.set("confidence", Math.round(100 * state.confidence));
+  if (state.step !== null) query.set("step", state.step);
+  if (state.node !== null) query.set("node", state.node);
+  if (isText) query.set("byte", state.byte);
+  if (isText && state.block) query.set("block", state.block);
+  if (isText && state.colour !== "count") query.set("colour", state.colour);
   history.replaceState(null, "", `#${query}`);
 }
 
-/** A whole number of the address within bounds, else what is said instead. */
-function numberIn(query, key, most, otherwise) {
+/** A whole number of the address, `otherwise` if there is none or it is above the limit. */
+function numberIn(query, key, limit, otherwise) {
   const text = query.get(key);
-  return /^\d{1,10}$/.test(text ?? "") && Number(text) <= most ? Number(text) : otherwise;
+  return /^\d{1,10}$/.test(text ?? "") && Number(text) <= limit ? Number(text) : otherwise;
 }
 
-/** Show what an address tells; what it does not tell, or tells wrong, is as at first. */
+/** Show what an address describes; entries that are missing or wrong take their defaults. */
 async function show(query) {
-  const index = PACKS.findIndex(({ name }) => name === query.get("m"));
-  tell(query.get("m") && index < 0 ? `the link is of the model ${query.get("m")}, which this page does not have` : "");
+  const requested = query.get("model"), index = PACKS.findIndex(({ name }) => name === requested);
+  showMessage(requested && index < 0 ? `The link names the model ${requested}, which is not in this page.` : "");
   if (!(await open(Math.max(index, 0)))) return;
   $("model").value = state.model;
-  const { M } = layerShown(), sure = numberIn(query, "u", 100, null);
+  const { M } = layerShown(), threshold = numberIn(query, "confidence", 100, null);
   Object.assign(state, {
-    sample: query.has("s"), seed: numberIn(query, "s", 2 ** 32 - 1, 0), budget: numberIn(query, "b", M, null),
-    sure: sure === null || pack.kind === "text" ? null : sure / 100, step: numberIn(query, "k", M, null),
-    node: numberIn(query, "n", M - 1, null), text: query.get("t") ?? state.text, byte: numberIn(query, "c", 1e6, null),
-    colour: query.get("f") === "first" ? "first" : "count",
+    sample: query.has("seed"), seed: numberIn(query, "seed", 2 ** 32 - 1, 0), budget: numberIn(query, "budget", M, null),
+    confidence: threshold === null || pack.kind === "text" ? null : threshold / 100,
+    step: numberIn(query, "step", M, null), node: numberIn(query, "node", M - 1, null),
+    text: query.get("text") ?? state.text, byte: numberIn(query, "byte", 1e6, null),
+    colour: query.get("colour") === "first" ? "first" : "count",
   });
   if (pack.kind === "text") {
-    state.block = numberIn(query, "l", model.blocks.length - 1, 0);
+    state.block = numberIn(query, "block", model.blocks.length - 1, 0);
     document.querySelector(`[name=colour][value=${state.colour}]`).checked = true;
     openTexts();
-    return think();
+    return update();
   }
   isDrawing = false;
-  [state.input, state.pixels] = readInput(query.get("i"));
+  [state.input, state.pixels] = readInput(query.get("image"));
   showOnPad();
-  think();
+  update();
 }
 
-/** An image of the gallery (g and its number) or of one's own (x and its bytes); the hardest that is answered right if it is neither. */
+/** The image of an address: of the gallery (g and its index) or given by its bytes (x and base 64). Without either, the
+ *  hardest test image that is answered correctly. */
 function readInput(input) {
-  const size = pack.image_shape.reduce((a, b) => a * b, 1), index = gallery.findLastIndex(({ label, answer }) => label === answer);
-  const start = Math.max(index, 0), first = gallery[start]?.pixels ?? new Uint8Array(size);
+  const index = gallery.findLastIndex(({ label, answer }) => label === answer), start = Math.max(index, 0);
+  const first = gallery[start]?.pixels ?? new Uint8Array(numPixels());
   if (/^g\d{1,4}$/.test(input ?? "") && gallery[Number(input.slice(1))]) return [input, gallery[Number(input.slice(1))].pixels];
   if (/^x[\w-]*$/.test(input ?? "")) {
     const bytes = fromBase64(input.slice(1));
-    if (bytes.length === size) return [input, bytes];
-    tell(`the link has an image of ${bytes.length} bytes; ${pack.name} takes ${size}`);
+    if (bytes?.length === numPixels()) return [input, bytes];
+    showMessage(`The link holds an image that is not ${numPixels()} bytes long, the size that ${pack.name} takes.`);
   }
   return [gallery.length ? `g${start}` : `x${toBase64(first)}`, first];
 }
 
-// ---------------------------------------------------------------- begin
+// ---------------------------------------------------------------- start
 
 $("model").append(...PACKS.map(({ name }, i) => make("option", { value: i }, name)));
-for (const wire of [wireDrawing, wireFiles, wireText, wireControls, wirePictures]) wire();
+for (const wire of [wireDrawing, wireFiles, wireText, wireSteps, wireOptions, wireGallery, wirePictures, wirePage]) wire();
 addEventListener("hashchange", () => show(new URLSearchParams(location.hash.slice(1))));
 show(new URLSearchParams(location.hash.slice(1)));

@@ -1,8 +1,8 @@
-// Pictures to keep.
+// Pictures to save.
 
 const escapeXML = (text) => String(text).replace(/[&<>"]/g, (letter) => `&#${letter.charCodeAt(0)};`);
 
-/** A text in lines of at most so many pixels. */
+/** Break a text into lines of at most `width` pixels. */
 function wrap(text, width, font) {
   const context = make("canvas").getContext("2d"), lines = [""];
   context.font = font;
@@ -14,7 +14,7 @@ function wrap(text, width, font) {
   return lines;
 }
 
-/** The grid, with the input and the answer above it, or the coloured text: a picture that needs nothing else. */
+/** An SVG of the grid with the input and the answer above it, or of the coloured text; it needs no other file. */
 function picture() {
   const style = getComputedStyle(document.documentElement), ink = style.getPropertyValue("--ink");
   const rules = [...document.styleSheets[0].cssRules].filter((rule) => /^\.(ray|node(?!\.chosen)|row|gate|mark)\b/.test(rule.selectorText ?? ""));
@@ -23,9 +23,9 @@ function picture() {
   const write = (text, x, y, extra = "") => body.push(`<text x="${x}" y="${y}" fill="${ink}" ${extra}>${escapeXML(text)}</text>`);
   let height;
   if (isText) {
-    const { of, legend, told } = colours();
+    const { of, legend, caption } = colours();
     let [x, y] = [16, 56];
-    write(`${pack.name}: ${told}`, 16, 28);
+    write(`${pack.name}: ${caption}`, 16, 28);
     legend.forEach(({ name, back, ink: on }, i) => {
       body.push(`<rect x="${400 + 38 * i}" y="12" width="36" height="22" rx="3" fill="${back}"/>`);
       write(name, 418 + 38 * i, 28, `text-anchor="middle" style="fill:${on}"`);
@@ -33,19 +33,19 @@ function picture() {
     for (const { letter, byte } of characters()) {
       if (x + 12 > width - 16 || letter === "\n") [x, y] = [16, y + 30];
       if (letter === "\n") continue;
-      const { back, ink: on } = of[byte] ?? { back: "none", ink }; // plain while it is not thought of
+      const { back, ink: on } = of[byte] ?? { back: "none", ink }; // without a colour until it is computed
       body.push(`<rect x="${x}" y="${y}" width="11.6" height="26" fill="${back}"/>`);
       write(letter, x + 5.8, y + 19, `text-anchor="middle" font-family="monospace" font-size="18" style="fill:${on}"`);
       x += 11.6;
     }
     height = y + 46;
   } else {
-    const told = wrap($("step-told").textContent, width - 32, "12px system-ui, sans-serif"), top = 108 + 16 * told.length;
-    body.push(`<image href="${$("seen").toDataURL()}" x="16" y="16" width="64" height="64" style="image-rendering: pixelated"/>`);
+    const lines = wrap($("step-text").textContent, width - 32, "12px system-ui, sans-serif"), top = 108 + 16 * lines.length;
+    body.push(`<image href="${$("model-input").toDataURL()}" x="16" y="16" width="64" height="64" style="image-rendering: pixelated"/>`);
     write($("label").firstChild.textContent, 96, 32, 'font-size="20" font-weight="700"');
     write($("label").lastChild.textContent, 96, 54);
     write(pack.name, 96, 76, 'fill-opacity="0.7"');
-    told.forEach((line, i) => write(line, 16, 104 + 16 * i, 'font-size="12"'));
+    lines.forEach((line, i) => write(line, 16, 104 + 16 * i, 'font-size="12"'));
     body.push(`<g transform="translate(16 ${top})">${new XMLSerializer().serializeToString($("grid"))}</g>`);
     height = top + places.height + 8;
   }

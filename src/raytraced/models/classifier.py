@@ -5,28 +5,28 @@ Axes: B batch, C channels, H × W pixels, D width, Y classes.
 
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from raytraced import operations
-from raytraced.layer import Call, LayerOutput, Looks, RoutedLayer, Work, mapped
-from raytraced.models.output import Judge, LookAt, Model, Output, gathered, linear_work, num_parameters
-from raytraced.models.sure import answer_when_sure
-from raytraced.routers.prefixes import expert_looks, prefixes
-from raytraced.routers.raytraced import RaytracedExperts, RaytracedRouter
-from raytraced.words import require, require_one_of
+from raytraced import kernels
+from raytraced.early_exit import ExitEvery, ExitPolicy, Exits, MappedExits
+from raytraced.errors import require, require_one_of
+from raytraced.layer import Call, Cost, Fusable, LayerOutput, RoutedLayer
+from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost, num_parameters
+from raytraced.routers.prefixes import expert_exits, prefixes
+from raytraced.routers.raytraced import RaytracedExperts
 
 STAGES = (4, 8, 16)  # channels after each convolution
 PLAIN = Call()
 
 
 class InputBlock(nn.Module):
-    """Normalised pixels -> hidden vectors: one linear layer on grey images; three convolutions with pooling, then linear.
+    """Images -> hidden vectors: a linear layer for grey images; three convolutions with pooling and a linear layer for colour.
 
-    It takes images as they are, bytes or fractions in 0 … 1, and normalises them by the mean and deviation of each channel
-    (of pixels scaled to 0 … 1) that it was given. Without those, images pass as they are.
+    Images are uint8, or floats in 0 … 1. They are normalised by the mean and standard deviation of each channel (of pixels
+    scaled to 0 … 1); without those, they pass as they are.
     """
 
     scale: Tensor
@@ -51,8 +51,8 @@ class InputBlock(nn.Module):
                 raise ValueError(
                     f"image_shape={image_shape}: colour images must be at least 8 by 8, they are halved three times"
                 )
-            for given, wanted in zip((channels, *STAGES), STAGES, strict=False):
-                convolution = nn.Conv2d(given, wanted, 3, padding=1)
+            for in_channels, out_channels in zip((channels, *STAGES), STAGES, strict=False):
+                convolution = nn.Conv2d(in_channels, out_channels, 3, padding=1)
                 self.weights.append(convolution.weight)
                 self.biases.append(convolution.bias)
             self.linear = nn.Linear(STAGES[-1] * (height // 8) * (width // 8), dim)
@@ -60,7 +60,7 @@ class InputBlock(nn.Module):
         self.normalises = mean is not None
         mean, std = tuple(mean or [0.0] * channels), tuple(std or [1.0] * channels)
         if len(mean) != channels or len(std) != channels:
-            raise ValueError(f"mean={mean}, std={std}: one value a channel is needed, the images have {channels}")
+            raise ValueError(f"mean={mean}, std={std}: one value per channel is needed, the images have {channels}")
         require(min(std) > 0, "std", std, "must be above 0")
         mean_C, std_C = torch.tensor(mean, dtype=torch.float64), torch.tensor(std, dtype=torch.float64)
         # (pixel / 255 - mean) / std as one multiplication and one addition
@@ -71,7 +71,7 @@ class InputBlock(nn.Module):
         """(B, C, H, W) -> (B, D)."""
         pixels = self.normalise(images)
         if self.convolves:
-            pixels = operations.convolution(pixels, list(self.weights), list(self.biases))
+            pixels = kernels.convolution(pixels, list(self.weights), list(self.biases))
         return self.linear(pixels.flatten(1))
 
     def normalise(self, images: Tensor) -> Tensor:
@@ -95,15 +95,26 @@ class InputBlock(nn.Module):
                 )
         return (images * 255).mul(self.scale).add(self.shift)
 
-    def work(self) -> Work:
+    def cost(self) -> Cost:
         """What one image takes."""
         _, height, width = self.image_shape
         stages = sum(weight.numel() * (height >> s) * (width >> s) for s, weight in enumerate(self.weights))
-        return Work(stages + self.linear.weight.numel(), num_parameters(self))
+        return Cost(stages + self.linear.weight.numel(), num_parameters(self))
 
 
-class Classifier(Model):
-    """An input block, a routed layer of any kind, and a linear output layer."""
+class Classifier(Fusable, Model):
+    """An input block, a routed layer of any kind, and a linear output layer.
+
+    Args:
+        make_layer: Makes the routed layer.
+        dim: Width of the hidden vectors.
+        image_shape: (channels, height, width) of the images.
+        num_classes: Number of classes.
+        mean: Mean of each channel, of pixels scaled to 0 … 1. Default: images are not normalised.
+        std: Standard deviation of each channel.
+    """
+
+    fuses = True
 
     def __init__(
         self,
@@ -125,65 +136,44 @@ class Classifier(Model):
         hidden_BD: Tensor = self.input_block(inputs)
         return hidden_BD
 
-    def answer(self, encoded: Tensor, call: Call, mask: Tensor | None = None, judge: Judge | None = None) -> Output:
-        plain = mask is None and call == PLAIN  # one image waits for every option
-        out = self.layer(encoded) if plain else self.layer(encoded, mask=mask, **call._asdict())
-        return self.answer_of(out, judge)
-
-    def answer_of(self, out: LayerOutput, judge: Judge | None = None) -> Output:
-        """What a layer's vectors say."""
-        if out.looks is None:
-            return gathered(self.head(out.hidden), (out,), judge)
-        seen = self.head(out.looks)
-        return gathered(seen[-1], (out,), judge)._replace(looks=seen)
-
-    def until_sure(
-        self,
-        inputs: Tensor,
-        call: Call,
-        sure: list[float],
-        look: LookAt,
-        mask: Tensor | None,
-        deadline: float | None,
-        **own: Any,
+    def answer(
+        self, encoded: Tensor, call: Call, mask: Tensor | None = None, sample_loss_fn: SampleLossFn | None = None
     ) -> Output:
-        # one call stands for these classes as they are: of others, any part may be another
-        parts = type(self), type(self.layer), type(self.layer.router)
-        ours = parts == (Classifier, RaytracedExperts, RaytracedRouter)
-        if not ours or look != "layer" or deadline is not None or own:
-            return super().until_sure(inputs, call, sure, look, mask, deadline, **own)
-        assert isinstance(self.layer, RaytracedExperts)
-        hidden_BD = self.encode(inputs)
+        plain = mask is None and call == PLAIN  # Hot path at batch size 1: every option costs time.
+        out = self.layer(encoded) if plain else self.layer(encoded, mask=mask, **call._asdict())
+        return self.answer_of(out, sample_loss_fn)
 
-        def in_looks() -> operations.Answered:
-            out = answer_when_sure(self._looks(hidden_BD, look, call), sure, mask)
-            return out.logits, out.routes[0], out.num_looks
+    def answer_of(self, out: LayerOutput, sample_loss_fn: SampleLossFn | None = None) -> Output:
+        """The model's output from that of its layer."""
+        if out.exits is None:
+            return gathered(self.head(out.hidden), (out,), sample_loss_fn)
+        logits_SBY = self.head(out.exits)
+        return gathered(logits_SBY[-1], (out,), sample_loss_fn)._replace(exits=logits_SBY)
 
-        logits_BY, route, looks_B = self.layer.until_sure(hidden_BD, call, self.head, sure, mask, in_looks)
-        return Output(logits_BY, (route,), num_looks=looks_B)
+    def fused_early_exit(self, encoded: Tensor, call: Call, policy: ExitPolicy, mask: Tensor | None) -> Output | None:
+        if not (self.fuses and isinstance(self.layer, RaytracedExperts)):
+            return None
+        found = self.layer.fused_early_exit(encoded, call, self.head, policy, mask)
+        return None if found is None else Output(found.logits, (found.route,), num_exits=found.num_exits)
 
-    def looks(self, inputs: Tensor, look: LookAt = "layer", again: bool = False, **options: Any) -> Looks[Output]:
-        return self._looks(self.encode(inputs), look, Call(**options), again)
-
-    def _looks(self, hidden_BD: Tensor, look: LookAt, call: Call, again: bool = False) -> Looks[Output]:
-        if look == "layer":
-            return mapped(self.layer.looks(hidden_BD, call), self.answer_of)
-        require_one_of("look", look, ("layer", "expert"))
+    def exits_of(self, encoded: Tensor, exit_every: ExitEvery, call: Call, rerun: bool = False) -> Exits[Output]:
+        require_one_of("exit_every", exit_every, get_args(ExitEvery))
+        if exit_every == "layer":
+            return MappedExits(self.layer.exits(encoded, call), self.answer_of)
         if not isinstance(self.layer, RaytracedExperts):
-            raise ValueError(f"look=expert: {self.name} has no order of experts; look after each layer")
-        steps = expert_looks(self.layer, hidden_BD, call._replace(max_experts=None), call.max_experts, again)
-        return mapped(steps, self.answer_of)
+            raise ValueError(f"exit_every=expert: {self.name} has no order of experts; use exit_every=layer")
+        steps = expert_exits(self.layer, encoded, call._replace(max_experts=None), call.max_experts, rerun)
+        return MappedExits(steps, self.answer_of)
 
-    def prefixes(
-        self, inputs: Tensor, most: int | None = None, *, mask: Tensor | None = None, **options: Any
-    ) -> Iterator[Output]:
+    def prefixes(self, inputs: Tensor, max_experts: int | None = None, **options: Any) -> Iterator[Output]:
         if not isinstance(self.layer, RaytracedExperts):
-            return super().prefixes(inputs, most, mask=mask, **options)
-        return map(self.answer_of, prefixes(self.layer, self.encode(inputs), most, Call(**options), mask))
+            return super().prefixes(inputs, max_experts, **options)
+        mask = options.pop("mask", None)
+        return map(self.answer_of, prefixes(self.layer, self.encode(inputs), max_experts, Call(**options), mask))
 
-    def work(self, inputs: Tensor, out: Output) -> dict[str, Work]:
-        (route,), head, num_steps = out.routes, linear_work(self.head), None
-        if out.num_looks is not None:
-            num_steps = (out.num_looks - 1).clamp_min(0)
-            head = Work(head.multiply_adds * out.num_looks, head.parameters)  # the same one at every look
-        return {"input": self.input_block.work(), **self.layer.work(route, num_steps), "head": head}
+    def cost(self, inputs: Tensor, out: Output) -> dict[str, Cost]:
+        (route,), head, num_steps = out.routes, linear_cost(self.head), None
+        if out.num_exits is not None:
+            num_steps = (out.num_exits - 1).clamp_min(0)
+            head = Cost(head.macs * out.num_exits, head.parameters)  # the same one at every exit
+        return {"input": self.input_block.cost(), **self.layer.cost(route, num_steps), "head": head}

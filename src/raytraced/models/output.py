@@ -1,57 +1,55 @@
 """What every model returns, and what every model offers.
 
-Axes: B batch, T tokens, Y classes or words.
+Axes: B batch, T tokens, Y classes or tokens of the vocabulary, S steps of a routed layer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
 from math import prod
-from pathlib import Path
 from time import perf_counter
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from raytraced.draws import DrawsFrom, SameDraws, check_generator
-from raytraced.layer import Call, LayerOutput, Looks, RoutedLayer, Work, flat, flat_mask
+from raytraced import early_exit
+from raytraced.early_exit import BudgetExits, Confidence, ExitEvery, ExitPolicy, Exits
+from raytraced.errors import require
+from raytraced.layer import Call, Cost, LayerOutput, RoutedLayer, flat, flat_mask
 from raytraced.models.card import ModelCard
-from raytraced.models.sure import Sure, answer_when_sure, check_sure, uncompiled
+from raytraced.rng import RandomSource, ReplayedGenerator, check_generator
 from raytraced.sequence import Route, Select
-from raytraced.words import require
 
-LookAt = Literal["layer", "expert"]
-Judge = Callable[[Tensor], Tensor]
+SampleLossFn = Callable[[Tensor], Tensor]
 """logits -> the loss of each sample (B,)"""
 
 
 class Output(NamedTuple):
-    """An answer, and what every routed layer did for it."""
+    """A model's answer, and the route of every routed layer."""
 
     logits: Tensor  # (B, Y) or (B, T, Y)
     routes: tuple[Route, ...]
-    loss: Tensor | None = None  # the model's own, weighted, the mean over samples
-    answers: tuple["Output", ...] = ()  # with at most so many experts, one for each of the budgets asked for
-    looks: Tensor | None = None  # (S + 1, B, Y), the logits after 0, 1, … S layers, if asked for; the last are `logits`
-    num_looks: Tensor | None = None  # (B,), how many answers a sample was looked at for, where it stopped when sure
+    loss: Tensor | None = None  # the model's own loss, weighted, the mean over samples
+    answers: tuple["Output", ...] = ()  # one for each of `budgets`, with at most that many experts
+    exits: Tensor | None = None  # (S + 1, B, Y), the logits after 0, 1, … S steps, if asked for; the last are `logits`
+    num_exits: Tensor | None = None  # (B,), how many exits each sample took, where it could leave early
 
     @property
     def num_experts(self) -> Tensor:
-        """How many experts are in the set of each sample (B,) or token (B, T), all routed layers together."""
+        """How many experts are active for each sample (B,) or token (B, T), all routed layers together."""
         first, *rest = (route.num_active for route in self.routes)
         return sum(rest, first)
 
     @property
     def num_runs(self) -> Tensor:
-        """How many experts ran for it: more than are in the set where some ran again for a later answer."""
+        """How many experts ran: more than are active where some ran again for a later answer."""
         runs = [route.num_active if route.num_runs is None else route.num_runs for route in self.routes]
         return torch.stack(runs).sum(0)
 
 
 class Model(nn.Module):
-    """What training, evaluation and cost may ask of a model, whatever its inputs are."""
+    """Base class of models: what training, evaluation, the server and cost need, whatever the inputs are."""
 
-    card = ModelCard("", {}, {})  # of a model made by hand, that of nobody
+    card = ModelCard("", {}, {})  # of a model that `raytraced.build` did not make
     answers_along_the_way = False
     layer_defaults: ClassVar[dict[str, Any]] = {}
     """options of its layers where they differ from the layer's own"""
@@ -63,146 +61,173 @@ class Model(nn.Module):
         select: Select | None = None,
         max_experts: int | None = None,
         budgets: tuple[int, ...] = (),
-        looks: bool = False,
-        judge: Judge | None = None,
-        generator: DrawsFrom = None,
+        exits: bool = False,
+        sample_loss_fn: SampleLossFn | None = None,
+        generator: RandomSource = None,
         rows: Tensor | None = None,
         mask: Tensor | None = None,
-        sure: Sure | Literal["calibrated"] | None = None,
+        confidence: Confidence | Literal["calibrated"] | None = None,
         max_ms: float | None = None,
-        look: LookAt | None = None,
+        exit_every: ExitEvery | None = None,
         **own: Any,
     ) -> Output:
-        """Answer, with at most `max_experts` experts; for each of `budgets` also the answer that so many would give.
+        """Answer a batch of inputs.
 
-        `looks` asks for the logits after each layer too. `judge` is given in training, to models that learn from more than
-        their last answer. What else a model takes goes to its `answer`.
+        Args:
+            inputs: Images (B, channels, height, width) or tokens (B, T).
+            select: How raytraced layers choose the next node: "greedy" or "sample". Default: greedy in evaluation.
+            max_experts: At most this many experts run per sample (per token and block in a language model).
+            budgets: For each of these numbers, also the answer with at most that many experts: `Output.answers`.
+            exits: Whether to return the logits after each step too: `Output.exits`.
+            sample_loss_fn: In training, for models that learn from more than their last answer: logits -> loss (B,).
+            generator: Source of random numbers. Default: PyTorch's global generator.
+            rows: Row number of each sample (B,); what a sample draws depends on the seed and on this number alone.
+            mask: (B,) or (B, T), bool; False where there is padding.
+            confidence: Early exit: each sample leaves at the first answer whose largest class probability reaches this
+                threshold (or one threshold per exit). "calibrated": the threshold that `raytraced calibrate` found.
+            max_ms: Early exit: every sample leaves before this many milliseconds are over.
+            exit_every: Where the exits are: after every "layer" (default) or after every "expert".
+            **own: Further arguments of the model's own `answer`.
 
-        With `sure` each sample stops at the first answer whose largest probability reaches it, or the one that was found on
-        validation data ("calibrated"); after `max_ms` milliseconds all do. `look` says after what an answer is looked at.
+        Returns:
+            Output with `logits` (B, Y) or (B, T, Y) and `routes`.
         """
-        call = Call(select, max_experts, generator, rows, looks)
-        if sure is not None or max_ms is not None:
-            for name, given in (("budgets", budgets), ("judge", judge)):
-                require(not given, name, given, "must be left out with sure or max_ms: they ask for one answer")
-            out: Output = uncompiled(self._stop)(inputs, call, sure, max_ms, look, mask, **own)
+        call = Call(select, max_experts, generator, rows, exits)
+        if confidence is not None or max_ms is not None:
+            for name, value in (("budgets", budgets), ("sample_loss_fn", sample_loss_fn)):
+                require(not value, name, value, "must be left out with confidence or max_ms, which ask for one answer")
+            out: Output = early_exit.uncompiled(self._exit_early)(
+                inputs, call, confidence, max_ms, exit_every, mask, **own
+            )
             return out
-        if look is not None:
-            raise ValueError(f"look={look}: says where to look for who stops; give sure or max_ms too")
+        if exit_every is not None:
+            raise ValueError(f"exit_every={exit_every!r} has no effect without confidence= or max_ms=: set one of them")
         encoded = self.encode(inputs)
         if not budgets:
-            return self.answer(encoded, call, mask, judge, **own)
-        draws = SameDraws(generator)
-        answer = self.answer(encoded, call._replace(generator=draws), mask, judge, **own)
-        early = (Call(select, budget, draws.again(), rows) for budget in budgets)
+            return self.answer(encoded, call, mask, sample_loss_fn, **own)
+        replayed = ReplayedGenerator(generator)
+        answer = self.answer(encoded, call._replace(generator=replayed), mask, sample_loss_fn, **own)
+        early = (Call(select, budget, replayed.restart(), rows) for budget in budgets)
         return answer._replace(answers=tuple(self.answer(encoded, each, mask) for each in early))
 
     def encode(self, inputs: Tensor) -> Tensor:
-        """What all answers to some inputs have in common: hidden vectors, or the inputs themselves."""
+        """The part of the computation that all answers to an input share: hidden vectors, or the inputs themselves."""
         return inputs
 
-    def answer(self, encoded: Tensor, call: Call, mask: Tensor | None = None, judge: Judge | None = None) -> Output:
-        """One answer."""
+    def answer(
+        self, encoded: Tensor, call: Call, mask: Tensor | None = None, sample_loss_fn: SampleLossFn | None = None
+    ) -> Output:
+        """One answer to encoded inputs."""
         raise NotImplementedError
 
-    def _stop(
+    def _exit_early(
         self,
         inputs: Tensor,
         call: Call,
-        sure: Sure | Literal["calibrated"] | None,
+        confidence: Confidence | Literal["calibrated"] | None,
         max_ms: float | None,
-        look: LookAt | None,
+        exit_every: ExitEvery | None,
         mask: Tensor | None,
         **own: Any,
     ) -> Output:
-        """The first answer of each sample that is sure enough, or there at the deadline."""
+        """The answer with which each sample leaves."""
         started = perf_counter()
         check_generator(call.generator)
         if call.rows is not None:
             call = call._replace(rows=flat("rows", call.rows, inputs.shape[:1]))
         mask = None if mask is None else flat_mask(mask, inputs.shape[:1])
-        if sure == "calibrated":
+        if confidence == "calibrated":
             found = self.card.calibration
-            require(bool(found), "sure", sure, f"{self.name} is not calibrated; do that with raytraced calibrate")
-            sure, look = found["sure"], look or found["look"]
+            rule = f"{self.name} is not calibrated; run raytraced calibrate first"
+            require(bool(found), "confidence", confidence, rule)
+            confidence, exit_every = found["confidence"], exit_every or found["exit_every"]
         require(max_ms is None or max_ms > 0, "max_ms", max_ms, "must be above 0")
         deadline = None if max_ms is None else started + max_ms / 1000
-        thresholds = check_sure(1.0 if sure is None else sure)  # type: ignore[arg-type]
-        return self.until_sure(inputs, call, thresholds, look or "layer", mask, deadline, **own)
+        policy = ExitPolicy(confidence, call.max_experts, deadline, exit_every or "layer")  # type: ignore[arg-type]
+        encoded = self.encode(inputs)
+        fused = self.fused_early_exit(encoded, call, policy, mask, **own)
+        if fused is not None:
+            return fused
+        out: Output = early_exit.run(lambda: self.exits_of(encoded, policy.exit_every, call, **own), policy, mask)
+        return out
 
-    def until_sure(
+    def fused_early_exit(self, encoded: Tensor, call: Call, policy: ExitPolicy, mask: Tensor | None) -> Output | None:
+        """The whole early exit in one compiled call; None where there is no such call for this model and policy."""
+        return None
+
+    def exits(
         self,
         inputs: Tensor,
-        call: Call,
-        sure: list[float],
-        look: LookAt,
-        mask: Tensor | None,
-        deadline: float | None,
-        **own: Any,
-    ) -> Output:
-        """The first answer of each sample that reaches its look's threshold; a deadline, in perf_counter's time, ends all."""
-        return answer_when_sure(self.looks(inputs, look, **call._asdict(), **own), sure, mask, deadline)
-
-    def looks(self, inputs: Tensor, look: LookAt = "layer", **options: Any) -> Looks[Output]:
-        """The answers after no layer (or expert), after the first, the second, …, of samples that go on."""
-        raise ValueError(f"{self.name}: has one answer only, it cannot stop when it is sure")
-
-    def prefixes(
-        self,
-        inputs: Tensor,
-        most: int | None = None,
+        exit_every: ExitEvery = "layer",
         *,
-        mask: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        **options: Any,
-    ) -> Iterator[Output]:
-        """The answers with at most 0, 1, 2, … experts a routed layer, until every sample's sequence has ended."""
-        if not self.answers_along_the_way:
-            raise ValueError(f"{self.name}: has one answer only; prefixes are for models that answer along the way")
-        return self._prefixes(inputs, most, SameDraws(generator), mask=mask, **options)
+        select: Select | None = None,
+        max_experts: int | None = None,
+        generator: RandomSource = None,
+        rows: Tensor | None = None,
+        rerun: bool = False,
+    ) -> Exits[Output]:
+        """The answers on the way, one after the other: the input of `raytraced.early_exit.answers` and `Walk`.
 
-    def _prefixes(self, inputs: Tensor, most: int | None, draws: SameDraws, **options: Any) -> Iterator[Output]:
-        num_nodes = max(layer.experts.num_layers * layer.experts.num_experts for layer in self.routed_layers())
-        for budget in range(1 + (num_nodes if most is None else min(most, num_nodes))):
-            out = self(inputs, max_experts=budget, generator=draws.again(), **options)
-            yield out
-            if not any(bool((route.num_active == budget).any()) for route in out.routes):
-                return
+        Args:
+            inputs: As for `forward`.
+            exit_every: An exit after every "layer", or after every "expert" of the activation sequence.
+            select, max_experts, generator, rows: As for `forward`.
+            rerun: With "expert": compute every answer from the start, so that it equals `max_experts=k` bit for bit.
+        """
+        return self.exits_of(self.encode(inputs), exit_every, Call(select, max_experts, generator, rows), rerun)
+
+    def exits_of(self, encoded: Tensor, exit_every: ExitEvery, call: Call, rerun: bool = False) -> Exits[Output]:
+        """The same for inputs that are encoded already."""
+        raise ValueError(f"{self.name}: has one answer only; early exit needs a model with several")
+
+    def budget_exits(
+        self, inputs: Tensor, max_experts: int | None = None, *, generator: RandomSource = None, **options: Any
+    ) -> BudgetExits[Output]:
+        """The answers with at most 0, 1, 2, … experts per routed layer, each computed from the start."""
+        sizes = [layer.experts.num_layers * layer.experts.num_experts for layer in self.routed_layers()]
+        limit = max(sizes) if max_experts is None else min(max_experts, max(sizes))
+        replayed = ReplayedGenerator(generator)
+
+        def answer(budget: int) -> Output:
+            out: Output = self(inputs, max_experts=budget, generator=replayed.restart(), **options)
+            return out
+
+        return BudgetExits(answer, limit)
+
+    def prefixes(self, inputs: Tensor, max_experts: int | None = None, **options: Any) -> Iterator[Output]:
+        """The answers with at most 0, 1, 2, … experts per routed layer, until every sample's sequence has ended.
+
+        Args:
+            inputs: As for `forward`.
+            max_experts: The last answer is the one with this budget. Default: no limit.
+            **options: `mask`, `generator`, `select` and `rows`, as for `forward`.
+        """
+        if not self.answers_along_the_way:
+            raise ValueError(f"{self.name}: has one answer only; prefixes need a model that answers along the way")
+        return self._prefixes(inputs, max_experts, **options)
+
+    def _prefixes(self, inputs: Tensor, max_experts: int | None, **options: Any) -> Iterator[Output]:
+        exits = self.budget_exits(inputs, max_experts, **options)
+        yield exits.current.output
+        while not bool(exits.current.ended.all()):
+            exits.advance()
+            yield exits.current.output
 
     @property
-    def own_sure(self) -> float | None:
-        """Of a model that stops when sure without being asked: how sure."""
+    def own_confidence(self) -> float | None:
+        """The confidence threshold of a model that exits early without being asked to; else None."""
         return None
 
     def check_select(self, select: Select | None) -> None:
-        """Refuse a way to choose experts that this model does not know."""
+        """Refuse a way to choose experts that this model does not support."""
 
-    def work(self, inputs: Tensor, out: Output) -> dict[str, Work]:
-        """What each answer took: "input", "routing", "experts" and "head"."""
+    def cost(self, inputs: Tensor, out: Output) -> dict[str, Cost]:
+        """What each answer cost, by part: "input", "routing", "experts" and "head"."""
         raise NotImplementedError
-
-    # Sharing is an edge of the package: it is imported when it is asked for.
-
-    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
-        """Write a folder to share: weights, config, a page made of the card; the options are `raytraced.hub`'s."""
-        import_module("raytraced.hub").save_pretrained(self, folder, **options)
-
-    @classmethod
-    def from_pretrained(cls, source: str | Path, **options: Any) -> Self:
-        """The model of a folder or of a repository "owner/name" of the Hub, ready to evaluate; nothing is unpickled."""
-        model = import_module("raytraced.hub").from_pretrained(source, **options)
-        require(isinstance(model, cls), "source", source, f"is a {type(model).__name__}, not a {cls.__name__}")
-        found: Self = model
-        return found
-
-    def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload what `save_pretrained` writes to a repository "owner/name"; returns the commit's address."""
-        address: str = import_module("raytraced.hub").push_to_hub(self, repo_id, **options)
-        return address
 
     @property
     def name(self) -> str:
-        """As the table of models has it, else that of its class."""
+        """The model's name in the registry, else that of its class."""
         return self.card.model or type(self).__name__
 
     def routed_layers(self) -> list[RoutedLayer]:
@@ -210,21 +235,21 @@ class Model(nn.Module):
         return [module for module in self.modules() if isinstance(module, RoutedLayer)]
 
 
-def gathered(logits: Tensor, layers: Sequence[LayerOutput], judge: Judge | None = None) -> Output:
-    """An answer (B, Y) or (B, T, Y), and what routed layers did for it; decisions are judged by what they led to."""
+def gathered(logits: Tensor, layers: Sequence[LayerOutput], sample_loss_fn: SampleLossFn | None = None) -> Output:
+    """A model's output from its logits (B, Y) or (B, T, Y) and the outputs of its routed layers."""
     losses = [out.loss for out in layers if out.loss is not None]
-    if judge is not None and any(out.judge for out in layers):
-        # what a token runs changes the answers to all that follow: it is judged by its whole text
-        each = judge(logits.detach()).repeat_interleave(prod(logits.shape[1:-1]))
-        losses += [out.judge(each) for out in layers if out.judge]
+    if sample_loss_fn is not None and any(out.policy_loss_fn for out in layers):
+        # What a token runs changes the answers to all tokens after it: its decision gets the loss of the whole text.
+        row_losses = sample_loss_fn(logits.detach()).repeat_interleave(prod(logits.shape[1:-1]))
+        losses += [out.policy_loss_fn(row_losses) for out in layers if out.policy_loss_fn]
     return Output(logits, tuple([out.route for out in layers]), torch.stack(losses).sum() if losses else None)
 
 
 def num_parameters(module: nn.Module) -> int:
-    """How many numbers a part has."""
+    """How many parameters a module has."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def linear_work(linear: nn.Linear) -> Work:
-    """A linear layer on one vector."""
-    return Work(linear.weight.numel(), num_parameters(linear))
+def linear_cost(linear: nn.Linear) -> Cost:
+    """The cost of a linear layer for one vector."""
+    return Cost(linear.weight.numel(), num_parameters(linear))

@@ -1,6 +1,6 @@
-"""ada-k: top-k with a small allocator a layer that draws k for each sample, trained by policy gradient (Yue et al. 2025).
+"""ada-k: top-k with an allocator per layer that chooses k for each sample, trained by policy gradient (Yue et al. 2025).
 
-Axes: B batch, L layers, N experts a layer (and choices of k), D width.
+Axes: B batch, L layers, N experts per layer (and choices of k), D width.
 """
 
 from typing import NamedTuple
@@ -9,26 +9,39 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raytraced.layer import Choice, Draws, Router, Work
+from raytraced.errors import require
+from raytraced.layer import Choice, Cost, Draws, Router
 from raytraced.routers.choosing import softmax_over
-from raytraced.words import require
 
 
 class Decision(NamedTuple):
-    """What the allocator of a layer drew, and what its judge expected (B,)."""
+    """The draw of one layer's allocator, and what the policy loss needs to know about it (B,)."""
 
-    num_experts: Tensor
-    log_ratio: Tensor  # log π(k) − log π_old(k), 0 where nothing was learnt since the draw
-    entropy: Tensor
-    value: Tensor
+    num_experts: Tensor  # the k that was drawn
+    log_ratio: Tensor  # log π(k) − log π_old(k), 0 as long as π is π_old
+    entropy: Tensor  # of π
+    value: Tensor  # the reward that the critic predicts
 
 
 class AdaK(Router):
-    """The k likeliest experts of a layer, k drawn in training by the allocator as it was when last copied, else its mode.
+    """Run the k most probable experts per layer; k is drawn by an allocator in training, and its mode in evaluation.
 
-    PPO: `policy_steps` batches are drawn under one copy (π_old) and each moves the allocator once, its ratio clipped to
-    1 ± `clip`. The reward is −(task loss) − `expert_cost`·(experts run); a linear critic a layer predicts it, `entropy`
-    weighs a bonus for staying undecided. Neither allocator nor critic sends a gradient into the hidden vectors.
+    The allocator is trained with PPO: `policy_steps` batches are drawn from a copy π_old, and each batch updates the
+    allocator π once. The reward is −(task loss) − `expert_cost`·(number of experts), which a linear critic per layer
+    predicts. Neither the allocator nor the critic sends a gradient into the hidden vectors.
+
+    Args:
+        dim: Width of the hidden vectors.
+        num_layers: Number of expert layers.
+        num_experts: Number of experts per layer.
+        clip: The ratio π / π_old is clipped to 1 ± clip.
+        policy_steps: Number of training steps per copy of the allocator.
+        entropy: Weight of the entropy bonus, which keeps the allocator from deciding too early.
+        expert_cost: Reward lost per expert that runs.
+
+    Returns (from ``route``):
+        Choice with ``active`` (B, N), ``weights`` (B, N), the softmax over the chosen experts, and, in training, the
+        ``decision`` for `policy_loss`.
     """
 
     old_weight: Tensor  # (L, N, D)
@@ -56,7 +69,7 @@ class AdaK(Router):
         self.allocator_bias = nn.Parameter(torch.zeros(num_layers, num_experts))
         self.critic_weight = nn.Parameter(torch.zeros(num_layers, dim))
         self.critic_bias = nn.Parameter(torch.zeros(num_layers))
-        # Buffers, not attributes: a resumed run must go on with the same π_old.
+        # Buffers, not attributes: a resumed run must continue with the same π_old.
         self.register_buffer("old_weight", self.allocator_weight.detach().clone())
         self.register_buffer("old_bias", self.allocator_bias.detach().clone())
         self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
@@ -68,7 +81,7 @@ class AdaK(Router):
 
     @torch.no_grad()
     def copy_policy(self) -> None:
-        """From now on, draw from the allocators as they are."""
+        """Set π_old to the present allocators."""
         self.old_weight.copy_(self.allocator_weight)
         self.old_bias.copy_(self.allocator_bias)
 
@@ -86,11 +99,11 @@ class AdaK(Router):
         return Choice(chosen_BN.to(weights_BN.dtype), weights_BN, decision=decision)
 
     def mode(self, layer: int, hidden_BD: Tensor) -> Tensor:
-        """The likeliest k − 1 (B,)."""
+        """The most probable k of a layer, minus 1 (B,)."""
         return F.linear(hidden_BD, self.allocator_weight[layer], self.allocator_bias[layer]).argmax(-1)
 
     def draw(self, layer: int, hidden_BD: Tensor, draws: Draws) -> Decision:
-        """k (B,) drawn from π_old, and what the policy loss needs to know of it."""
+        """Draw k (B,) from π_old."""
         dtype = torch.promote_types(hidden_BD.dtype, torch.float32)
         old_logits_BN = F.linear(hidden_BD, self.old_weight[layer], self.old_bias[layer]).to(dtype)
         reached_BN = old_logits_BN.softmax(-1).double().cumsum(-1)
@@ -103,7 +116,16 @@ class AdaK(Router):
         return Decision(index_B + 1, log_ratio_B, entropy_B, value_B)
 
     def policy_loss(self, decisions: list[Decision], experts_B: Tensor, losses_B: Tensor) -> Tensor:
-        """PPO's loss for the decisions of one call, given what they led to."""
+        """PPO's loss of the decisions of one call.
+
+        Args:
+            decisions: The decisions of all layers.
+            experts_B: Number of experts that ran for each sample (B,).
+            losses_B: Task loss of each sample (B,).
+
+        Returns:
+            A scalar, the mean over samples and layers.
+        """
         made = Decision(*(torch.stack(field, -1) for field in zip(*decisions, strict=True)))
         reward_B = -losses_B.detach() - self.expert_cost * experts_B
         advantage_BL = reward_B[:, None] - made.value.detach()
@@ -114,7 +136,7 @@ class AdaK(Router):
         loss_BL = critic_BL - gain_BL - self.entropy * made.entropy
         return loss_BL.sum() / max(loss_BL.numel(), 1)
 
-    def step_work(self) -> Work:
-        gate, weight = super().step_work(), self.allocator_weight[0].numel()
-        # The critic is needed in training only.
-        return Work(gate.multiply_adds + weight, gate.parameters + weight + self.allocator_bias[0].numel())
+    def step_cost(self) -> Cost:
+        gate, weight = super().step_cost(), self.allocator_weight[0].numel()
+        # Without the critic, which runs in training only.
+        return Cost(gate.macs + weight, gate.parameters + weight + self.allocator_bias[0].numel())

@@ -1,18 +1,31 @@
-"""aux-free: top-k whose selection is balanced by a bias that no gradient moves (Wang et al. 2024).
+"""aux-free: top-k with a bias that balances the load without an auxiliary loss (Wang et al. 2024).
 
-Axes: B batch, L layers, N experts a layer, D width.
+Axes: B batch, L layers, N experts per layer, D width.
 """
 
 import torch
 from torch import Tensor
 
+from raytraced.errors import require
 from raytraced.layer import Choice, Draws, Router
 from raytraced.routers.choosing import global_load, softmax_over, top_mask
-from raytraced.words import require
 
 
 class AuxFree(Router):
-    """k experts a layer, selected on s + b and weighted by s alone; each training step moves b by u·sign(mean load − load)."""
+    """Run k experts per layer, selected by score + bias and weighted by the scores alone.
+
+    Each training step adds `update_rate`·sign(mean load − load) to the bias of every expert; it has no gradient.
+
+    Args:
+        dim: Width of the hidden vectors.
+        num_layers: Number of expert layers.
+        num_experts: Number of experts per layer.
+        k: Number of experts that run in each layer.
+        update_rate: Change of the bias per training step.
+
+    Returns (from ``route``):
+        Choice with ``active`` (B, N) and ``weights`` (B, N), which sum to 1.
+    """
 
     bias: Tensor  # (L, N)
 
@@ -27,7 +40,7 @@ class AuxFree(Router):
         logits_BN = self.gate_logits(step, hidden_BD)
         scores_BN = logits_BN.detach().softmax(-1)
         chosen_BN = top_mask(scores_BN + self.bias[step], self.k)
-        # s renormalised over the chosen is the softmax over them: with b = 0 this is top-k.
+        # The scores renormalised over the chosen experts are their softmax: without a bias this is top-k.
         weights_BN = softmax_over(logits_BN, chosen_BN)
         active_BN = chosen_BN.to(weights_BN.dtype)
         if self.training:
@@ -36,5 +49,5 @@ class AuxFree(Router):
 
     @torch.no_grad()
     def move_bias(self, layer: int, load_N: Tensor) -> None:
-        """One step of the bias of a layer towards equal load."""
+        """Move the bias of a layer by one step towards equal load (N,)."""
         self.bias[layer] += self.update_rate * (load_N.mean() - load_N).sign()

@@ -1,19 +1,31 @@
-"""chain: each layer goes several rounds over its experts, each round with its own gate (Chain-of-Experts, Wang et al. 2025).
+"""chain: each layer runs its experts in several rounds, each with its own gate (Chain-of-Experts, Wang et al. 2025).
 
-Axes: B batch, N experts a layer, D width.
+Axes: B batch, L layers, N experts per layer, D width.
 """
 
 from torch import Tensor
 
+from raytraced.errors import require
 from raytraced.layer import Choice, Draws, Router
 from raytraced.routers.choosing import balance_loss, top_mask
-from raytraced.words import require
 
 
 class ChainOfExperts(Router):
-    """k experts a round, weighted by their probabilities, not renormalised; `active` has one row a round, (…, L·rounds, N).
+    """Run k experts per round, weighted by their probabilities, which are not renormalised.
 
-    The stream runs through the rounds: with "residual" each round adds to what it got, the reference's inner residual.
+    A round is a step of the stream: with "residual" each round adds to its input, as the reference's inner residual does.
+    The layer's ``active`` has one row per round (..., L·num_rounds, N).
+
+    Args:
+        dim: Width of the hidden vectors.
+        num_layers: Number of expert layers.
+        num_experts: Number of experts per layer.
+        k: Number of experts that run in each round.
+        num_rounds: Number of rounds per layer.
+        balance: Weight of the auxiliary load-balancing loss of Switch, in training only.
+
+    Returns (from ``route``):
+        Choice with ``active`` (B, N), ``weights`` (B, N) and, with `balance` in training, ``loss``.
     """
 
     def __init__(

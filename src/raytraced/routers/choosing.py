@@ -1,6 +1,6 @@
-"""What rivals share: the k largest, a softmax over the chosen alone, and losses that even out the load.
+"""Functions that several baselines use: the k largest scores, a softmax over chosen experts, the load-balancing loss.
 
-Axes: B batch, N experts a layer.
+Axes: B batch, N experts per layer.
 """
 
 import torch
@@ -8,18 +8,18 @@ from torch import Tensor, distributed
 
 
 def top_mask(scores_BN: Tensor, k: int) -> Tensor:
-    """Which are the k largest of a row, as booleans (B, N)."""
+    """Mark the k largest scores of each row: booleans (B, N)."""
     mask_BN = torch.zeros_like(scores_BN, dtype=torch.bool)
     return mask_BN.scatter(-1, scores_BN.topk(k, -1).indices, True)
 
 
 def softmax_over(logits_BN: Tensor, mask_BN: Tensor) -> Tensor:
-    """The softmax over the masked entries of a row alone; 0 elsewhere."""
+    """The softmax over the entries of each row where the mask is True (B, N); 0 elsewhere."""
     return logits_BN.masked_fill(~mask_BN, float("-inf")).softmax(-1)
 
 
 def global_load(active_BN: Tensor) -> Tensor:
-    """How many samples each expert got (N,), over all processes that train together."""
+    """The number of samples of each expert (N,), summed over all processes that train together."""
     load_N = active_BN.detach().sum(0)
     if distributed.is_available() and distributed.is_initialized():
         distributed.all_reduce(load_N)
@@ -27,10 +27,17 @@ def global_load(active_BN: Tensor) -> Tensor:
 
 
 def balance_loss(probs_BN: Tensor, active_BN: Tensor, num_null: int = 0) -> Tensor:
-    """N·Σᵢ fᵢ·Pᵢ (Switch, GShard): f the share of the load that expert i got, P its mean probability; 1 if uniform.
+    """The auxiliary loss of Switch and GShard: N·Σᵢ fᵢ·Pᵢ, with the share fᵢ of the load and the mean probability Pᵢ.
 
-    The load is that of all processes, so that the mean of their losses is the loss of one process with the whole batch.
-    The last `num_null` do nothing and share their mean load: among them nothing needs balance.
+    The load is summed over all processes, so that the mean of their losses is the loss of one process with the whole batch.
+
+    Args:
+        probs_BN: Probabilities of the experts (B, N).
+        active_BN: 1 where an expert was chosen, else 0 (B, N).
+        num_null: Number of null experts, the last ones. Each counts with their mean load: they need no balance.
+
+    Returns:
+        A scalar; 1 for a uniform load.
     """
     load_N = global_load(active_BN.to(probs_BN.dtype))
     if num_null:

@@ -1,20 +1,32 @@
-"""null-experts: top-k over the experts and some that do nothing and cost nothing (AdaMoE, Zeng et al. 2024).
+"""null-experts: top-k among the experts and null experts, which compute nothing and cost nothing (AdaMoE, Zeng et al. 2024).
 
-Axes: B batch, N experts a layer, A = N + null experts, D width.
+Axes: B batch, N experts per layer, A = N + null experts, D width.
 """
 
 import torch
 from torch import Tensor
 
+from raytraced.errors import require
 from raytraced.layer import Choice, Draws, Router
 from raytraced.routers.choosing import balance_loss, top_mask
-from raytraced.words import require
 
 
 class NullExperts(Router):
-    """Of the k chosen the true experts run, their weights renormalised; a sample that chose null experts only runs none.
+    """Choose k among experts and null experts; only the former run, so their number differs from sample to sample.
 
-    `balance` weighs the loss that sets how often null experts are chosen: it asks for an equal share of each.
+    The weights are the probabilities, renormalised over the experts that run. A sample with k null experts runs none.
+
+    Args:
+        dim: Width of the hidden vectors.
+        num_layers: Number of expert layers.
+        num_experts: Number of experts per layer.
+        k: Number of choices per layer, null experts included.
+        num_null: Number of null experts per layer; num_experts if None.
+        balance: Weight of the load-balancing loss, in training only. It determines how often null experts are chosen,
+            since it asks for an equal share of every expert.
+
+    Returns (from ``route``):
+        Choice with ``active`` (B, N), ``weights`` (B, N) and, with `balance` in training, ``loss``.
     """
 
     def __init__(
@@ -41,7 +53,7 @@ class NullExperts(Router):
         chosen_BA = top_mask(probs_BA.detach(), self.k).to(probs_BA.dtype)
         active_BN = chosen_BA[:, : self.num_experts]
         passed_BN = probs_BA[:, : self.num_experts] * active_BN
-        # The floor matters only where all are null: there the sum is 0, and so is every weight.
+        # The floor has an effect only where all choices are null: there the sum and all weights are 0.
         weights_BN = passed_BN / passed_BN.sum(-1, keepdim=True).clamp_min(torch.finfo(probs_BA.dtype).tiny)
         if not (self.balance and self.training):
             return Choice(active_BN, weights_BN)

@@ -1,6 +1,8 @@
-"""planned: top-k whose gates all see the layer's input, a control: it too knows its whole path before any expert runs.
+"""planned: top-k whose gates all read the layer's input, so that the whole path is known before any expert runs.
 
-Axes: B batch, S steps, N experts a layer, D width.
+It is a control experiment for raytraced experts, which also plan the whole path.
+
+Axes: B batch, S steps, N experts per layer, D width.
 """
 
 import torch
@@ -11,7 +13,11 @@ from raytraced.routers.top_k import TopK
 
 
 class PlannedTopK(TopK):
-    """k experts a layer, chosen for all layers at once."""
+    """Run k experts per layer, chosen for all layers at once. The arguments are those of `TopK`.
+
+    Returns (from ``plan``):
+        Choice with ``active`` (B, S, N), ``weights`` (B, S, N) and the sum of the layers' losses.
+    """
 
     def plan(self, hidden_BD: Tensor, call: Call) -> Choice:
         super().plan(hidden_BD, call)

@@ -1,6 +1,7 @@
 """A raytraced layer after no expert, after the first, the second, …: every prefix of a sequence is a smaller network.
 
-Axes: B batch, L layers, N experts a layer, D width, n rows that a new node changes.
+Axes: B batch, L layers, N experts per layer, D width, T steps of a sequence, n rows that have not left yet, m rows that a
+new node changes.
 """
 
 from collections.abc import Callable, Iterator
@@ -8,99 +9,148 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from raytraced import operations
-from raytraced.draws import SameDraws
-from raytraced.grid import MLPExperts
-from raytraced.layer import Call, LayerOutput, Look, Looks
+from raytraced import kernels
+from raytraced.experts import MLPExperts
+from raytraced.layer import Call, Exit, LayerOutput
+from raytraced.rng import ReplayedGenerator
 from raytraced.routers.raytraced import RaytracedExperts
 
 FEW_ROWS = 64  # that one call of `raytrace` takes
-WithBudget = Callable[[int, Tensor], Call]
+CallWithBudget = Callable[[int, Tensor], Call]
 
 
 def prefixes(
-    layer: RaytracedExperts, hidden: Tensor, most: int | None, call: Call, mask: Tensor | None = None
+    layer: RaytracedExperts, hidden: Tensor, max_experts: int | None, call: Call, mask: Tensor | None = None
 ) -> Iterator[LayerOutput]:
-    """What the layer gives with at most 0, 1, … experts, up to `most`, until every vector's sequence has ended."""
+    """The layer's output with at most 0, 1, … experts, up to `max_experts`, until every vector's sequence has ended."""
     hidden_BD, call, put_back = layer.as_rows(hidden, call, mask)
-    # Few rows take one call for all of a prefix; to hold on to a part of that would take several.
-    looks = expert_looks(layer, hidden_BD, call, most, again=len(hidden_BD) <= FEW_ROWS)
-    for budget, (out, _) in enumerate(looks):
+    # Few rows take one call for a whole prefix; keeping a part of the one before would take several.
+    exits = expert_exits(layer, hidden_BD, call, max_experts, rerun=len(hidden_BD) <= FEW_ROWS)
+    limit = _num_prefixes(layer, max_experts)
+    for budget in range(limit + 1):
+        if budget:
+            exits.advance()
+        out = exits.current.output
         yield put_back(out._replace(route=out.route._replace(num_runs=None)))
         if not bool((out.route.num_active == budget).any()):
             return
 
 
-def expert_looks(
-    layer: RaytracedExperts, hidden_BD: Tensor, call: Call, most: int | None = None, again: bool = False
-) -> Looks[LayerOutput]:
-    """The vectors after no expert, after the first, the second, …, of rows that go on; nothing runs for the others."""
-    num_nodes = layer.router.routing.num_nodes
-    limit = num_nodes if most is None else min(most, num_nodes)
-    draws = SameDraws(call.generator)  # the same for every budget: each prefix is a prefix of the same sequence
+def expert_exits(
+    layer: RaytracedExperts, hidden_BD: Tensor, call: Call, max_experts: int | None = None, rerun: bool = False
+) -> "RerunExits | ExtendedExits":
+    """The layer's answers after no expert, after the first, the second, …; see `raytraced.early_exit.Exits`.
+
+    Args:
+        layer: The raytraced layer.
+        hidden_BD: Its input (B, D).
+        call: Options of the call; its budget is not used.
+        max_experts: The last exit is after this many experts. Default: after all nodes.
+        rerun: Whether to compute every prefix from the start, in one compiled call, even where the one before could be kept.
+    """
+    replayed = ReplayedGenerator(call.generator)  # the same draws for every budget: each is a prefix of one sequence
+
+    def call_with_budget(budget: int, rows_n: Tensor) -> Call:
+        return call._replace(max_experts=budget, generator=replayed.restart(), rows=rows_n)
+
     rows_n = torch.arange(len(hidden_BD), device=hidden_BD.device) if call.rows is None else call.rows
-
-    def with_budget(budget: int, rows_n: Tensor) -> Call:
-        return call._replace(max_experts=budget, generator=draws.again(), rows=rows_n)
-
-    outputs = _again if again or not _can_extend(layer, hidden_BD) else _extended
-    return outputs(layer, hidden_BD, rows_n, limit, with_budget)
+    kind = RerunExits if rerun or not _can_extend(layer, hidden_BD) else ExtendedExits
+    return kind(layer, hidden_BD, rows_n, _num_prefixes(layer, max_experts), call_with_budget)
 
 
-def _again(
-    layer: RaytracedExperts, hidden_nD: Tensor, rows_n: Tensor, limit: int, with_budget: WithBudget
-) -> Looks[LayerOutput]:
-    """Every prefix from the start."""
-    runs_n = torch.zeros_like(rows_n)
-    for budget in range(limit + 1):
-        out = layer.run(hidden_nD, with_budget(budget, rows_n))
-        runs_n = runs_n + out.route.num_active
-        ended_n = (out.route.num_active < budget) | (budget == limit)
-        kept_n = yield Look(out._replace(route=out.route._replace(num_runs=runs_n)), ended_n)
-        if kept_n is not None:
-            hidden_nD, rows_n, runs_n = hidden_nD[kept_n], rows_n[kept_n], runs_n[kept_n]
+def _num_prefixes(layer: RaytracedExperts, max_experts: int | None) -> int:
+    num_nodes = layer.router.routing.num_nodes
+    return num_nodes if max_experts is None else min(max_experts, num_nodes)
 
 
 def _can_extend(layer: RaytracedExperts, hidden_BD: Tensor) -> bool:
-    """Whether what a prefix computed can be kept: in the library alone a row's result is the same whatever rows surround it."""
-    if torch.is_grad_enabled() or type(layer) is not RaytracedExperts or not isinstance(layer.experts, MLPExperts):
+    """Whether a prefix's results can be kept for the next: only the compiled kernel computes a row alike in any batch."""
+    if torch.is_grad_enabled() or not layer.fuses or not isinstance(layer.experts, MLPExperts):
         return False
     weights_BLN = hidden_BD.new_empty(len(hidden_BD), layer.router.num_layers, layer.router.num_experts)
-    return operations.experts.explain(layer.experts, hidden_BD, weights_BLN, weights_BLN, layer.stream).name == "cpp"
+    return kernels.experts.explain(layer.experts, hidden_BD, weights_BLN, weights_BLN, layer.stream).name == "cpp"
 
 
-def _extended(
-    layer: RaytracedExperts, hidden_nD: Tensor, rows_n: Tensor, limit: int, with_budget: WithBudget
-) -> Looks[LayerOutput]:
-    """Every prefix from the one before: a node changes the hidden vectors of its own layer and of those below, no others."""
-    router, residual = layer.router, layer.stream == "residual"
-    L, N = router.num_layers, router.num_experts
-    layers = layer.experts.unstacked()
-    nodes_nT = router.sequence(hidden_nD, with_budget(limit, rows_n)).nodes
-    assert nodes_nT is not None
-    fresh = [hidden_nD.clone() if residual else torch.zeros_like(hidden_nD) for _ in range(L)]
-    states, runs_n = [hidden_nD.contiguous(), *fresh], torch.zeros_like(rows_n)
-    for budget in range(limit + 1):
-        # The firing rates of a prefix are those of its own set: found as for the whole, up to its last node.
-        route = router.sequence(states[0], with_budget(budget, rows_n))
+class RerunExits:
+    """Every prefix computed from the start."""
+
+    def __init__(
+        self,
+        layer: RaytracedExperts,
+        hidden_BD: Tensor,
+        rows_B: Tensor,
+        num_prefixes: int,
+        call_with_budget: CallWithBudget,
+    ) -> None:
+        self.layer, self.hidden_nD, self.rows_n = layer, hidden_BD, rows_B
+        self.num_prefixes, self.call_with_budget = num_prefixes, call_with_budget
+        self.budget, self.num_runs_n = 0, torch.zeros_like(rows_B)
+        self.current = self._run()
+
+    def advance(self, rows: Tensor | None = None) -> None:
+        """Go on with some of the current rows (numbers, default: all) to the next prefix."""
+        if rows is not None:
+            self.hidden_nD, self.rows_n, self.num_runs_n = (
+                self.hidden_nD[rows],
+                self.rows_n[rows],
+                self.num_runs_n[rows],
+            )
+        self.budget += 1
+        self.current = self._run()
+
+    def _run(self) -> Exit[LayerOutput]:
+        out = self.layer.run(self.hidden_nD, self.call_with_budget(self.budget, self.rows_n))
+        num_active_n = out.route.num_active
+        self.num_runs_n = self.num_runs_n + num_active_n
+        ended_n = (num_active_n < self.budget) | (self.budget == self.num_prefixes)
+        return Exit(out._replace(route=out.route._replace(num_runs=self.num_runs_n)), ended_n)
+
+
+class ExtendedExits:
+    """Every prefix computed from the one before: a new node changes its own layer and those below it, no others."""
+
+    def __init__(
+        self,
+        layer: RaytracedExperts,
+        hidden_BD: Tensor,
+        rows_B: Tensor,
+        num_prefixes: int,
+        call_with_budget: CallWithBudget,
+    ) -> None:
+        num_layers, stream = layer.router.num_layers, layer.stream
+        self.layer, self.rows_n = layer, rows_B
+        self.num_prefixes, self.call_with_budget = num_prefixes, call_with_budget
+        self.layers = layer.experts.unstacked()
+        nodes_nT = layer.router.sequence(hidden_BD, call_with_budget(num_prefixes, rows_B)).nodes
+        assert nodes_nT is not None
+        self.nodes_nT = nodes_nT
+        # The input of the first layer, then what each layer passes on.
+        self.states = [hidden_BD.contiguous(), *(stream.start(hidden_BD).answer.clone() for _ in range(num_layers))]
+        self.budget, self.num_runs_n = 0, torch.zeros_like(rows_B)
+        self.current = self._run()
+
+    def advance(self, rows: Tensor | None = None) -> None:
+        """Go on with some of the current rows (numbers, default: all) to the next prefix."""
+        if rows is not None:
+            self.states = [state_nD[rows] for state_nD in self.states]
+            self.rows_n, self.num_runs_n, self.nodes_nT = self.rows_n[rows], self.num_runs_n[rows], self.nodes_nT[rows]
+        self.budget += 1
+        self.current = self._run()
+
+    def _run(self) -> Exit[LayerOutput]:
+        router, stream = self.layer.router, self.layer.stream
+        # The firing rates of a prefix are those of its own set: the sequence up to its last node gives them.
+        route = router.sequence(self.states[0], self.call_with_budget(self.budget, self.rows_n))
         weights_nLN = router.weigh(route)
-        node_n = nodes_nT[:, budget - 1] if budget else torch.full_like(rows_n, -1)
-        for l in range(L):
-            some_m = ((node_n >= 0) & (node_n < (l + 1) * N)).nonzero()[:, 0]
-            if len(some_m):
-                active_m1N, weights_m1N = route.active[some_m, l : l + 1], weights_nLN[some_m, l : l + 1]
-                stream = "residual" if residual else "last"
-                states[l + 1][some_m] = operations.experts(
-                    layers[l], states[l][some_m], active_m1N, weights_m1N, stream
+        newest_n = self.nodes_nT[:, self.budget - 1] if self.budget else torch.full_like(self.rows_n, -1)
+        for l in range(router.num_layers):
+            changed_m = ((newest_n >= 0) & (newest_n < (l + 1) * router.num_experts)).nonzero()[:, 0]
+            if len(changed_m):
+                active_m1N, weights_m1N = route.active[changed_m, l : l + 1], weights_nLN[changed_m, l : l + 1]
+                self.states[l + 1][changed_m] = kernels.experts(
+                    self.layers[l], self.states[l][changed_m], active_m1N, weights_m1N, stream.within_layer
                 )
-                runs_n = runs_n.index_add(0, some_m, active_m1N.sum((1, 2)).long())
-        out_nD = states[-1]
-        if layer.stream == "skip-sum":
-            out_nD = states[1]
-            for state_nD in states[2:]:
-                out_nD = out_nD + state_nD
-        ended_n = (route.num_active < budget) | (budget == limit)
-        kept_n = yield Look(LayerOutput(out_nD.clone(), route._replace(num_runs=runs_n)), ended_n)
-        if kept_n is not None:
-            states, rows_n, runs_n = [state_nD[kept_n] for state_nD in states], rows_n[kept_n], runs_n[kept_n]
-            nodes_nT = nodes_nT[kept_n]
+                self.num_runs_n = self.num_runs_n.index_add(0, changed_m, active_m1N.sum((1, 2)).long())
+        answer_nD = stream.combine(self.states[1:]).clone()
+        ended_n = (route.num_active < self.budget) | (self.budget == self.num_prefixes)
+        return Exit(LayerOutput(answer_nD, route._replace(num_runs=self.num_runs_n)), ended_n)

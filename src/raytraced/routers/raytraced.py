@@ -1,22 +1,25 @@
 """Raytraced experts: an entry gate, the routing network, the activation sequence and experts as one layer.
 
-Axes: B batch, L layers, N experts a layer, O = N + 1 outlets of a gate, D width, T steps.
+Axes: B batch, L layers, N experts per layer, O = N + 1 outlets of a gate, D width, T steps.
 """
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from raytraced import operations
-from raytraced.draws import DrawsFrom, new_seed
-from raytraced.grid import Stream, make_grid, run_dense
-from raytraced.layer import Call, Choice, LayerOutput, RoutedLayer, Router, Work, flat, looked
-from raytraced.routing import GateInit, RoutingNetwork, entry_rates, sight_logits
+from raytraced import kernels
+from raytraced.early_exit import ExitPolicy
+from raytraced.errors import require, require_one_of
+from raytraced.experts import StreamName, make_grid, run_dense
+from raytraced.layer import Call, Choice, Cost, Fusable, LayerOutput, RoutedLayer, Router, flat, make_layer_output
+from raytraced.rng import RandomSource, new_seed
+from raytraced.routing import GateInit, RoutingNetwork, entry_rates, input_logits
 from raytraced.sequence import WEIGHTINGS, Estimator, Route, Select, Stop, check_sequence_options
-from raytraced.words import require, require_one_of
 
 Weighting = Literal["unit", "rates-to-one", "rates"]
 MaskGradient = Literal["all", "active"]
@@ -31,24 +34,36 @@ def activation_sequence(
     estimator: Estimator = "none",
     temperature: float = 20.0,
     max_experts: int | None = None,
-    generator: DrawsFrom = None,
+    generator: RandomSource = None,
     rows: Tensor | None = None,
-    sight: Tensor | None = None,
+    input_logits: Tensor | None = None,
 ) -> Route:
-    """Find every sample's activation sequence from its entry rates (B, N), before any expert runs.
+    """Find the activation sequence of every sample, before any expert runs.
 
-    `sight` (B, L − 1, N, N + 1) is added to the logits of the gates.
+    Args:
+        routing: The routing network.
+        entry: The rates that enter the first layer (B, N); each row sums to one.
+        select: "sample" draws the next node by its firing rate, "greedy" takes the node with the largest one.
+        stop: When a sequence ends: "drawn", when the output node is chosen like any other; "dominant", when its rate exceeds
+            all others (the paper's footnote); or a number by which the output node's rate is multiplied before the choice:
+            smaller values run more experts.
+        estimator: How gradients pass through a draw: "reinmax", "gumbel" (the paper's), "straight-through", or "none".
+        temperature: Of the "gumbel" estimator.
+        max_experts: A sequence has at most this many experts. Default: no limit.
+        generator: Source of random numbers; one seed is taken from it. Default: PyTorch's global generator.
+        rows: Row number of each sample (B,). Its draws depend on the seed and this number alone. Default: 0 … B − 1.
+        input_logits: (B, L − 1, N, N + 1), added to the logits of the gates.
 
-    One seed is taken from `generator`; what a sample draws then depends on that seed and its row number alone
-    (`rows`, default 0 … B − 1: pass the numbers of a larger batch to draw as its part).
+    Returns:
+        Route with `active` (B, L, N), `nodes` (B, T), `num_active` (B,) and `rates` under the final set.
     """
     check_sequence_options(
         select=select, stop=stop, estimator=estimator, temperature=temperature, max_experts=max_experts
     )
-    return operations.sequence(
+    return kernels.sequence(
         routing,
         entry.to(torch.promote_types(entry.dtype, torch.float32)),
-        sight_BLNO=sight,
+        input_logits_BLNO=input_logits,
         stop=stop,
         estimator=estimator,
         temperature=temperature,
@@ -58,107 +73,144 @@ def activation_sequence(
     )
 
 
-class RaytracedRouter(Router):
-    """The paper's router: rays that enter by a gate on the hidden vector, and the set of nodes that they light."""
+@dataclass(frozen=True)
+class RaytracedConfig:
+    """Options of a raytraced layer. The defaults are our recipe; `RaytracedConfig(**raytraced.PAPER)` is the paper's."""
 
-    def __init__(
-        self,
-        dim: int,
-        num_layers: int,
-        num_experts: int,
-        *,
-        weighting: Weighting,
-        estimator: Estimator,
-        temperature: float,
-        stop: Stop,
-        train_select: Select,
-        gate_init: GateInit,
-        scale_init: bool,
-        reach: float,
-        sight_rank: int,
-    ) -> None:
+    stream: StreamName = "residual"
+    """how vectors pass from one layer to the next: "residual", "skip-sum" or "last"; see `raytraced.experts.Stream`"""
+    weighting: Weighting = "rates-to-one"
+    """factor of an expert's output: 1 ("unit"), or its firing rate, scaled so that the rates of a layer's active experts sum
+    to one ("rates-to-one") or to their number ("rates")"""
+    mask_gradient: MaskGradient = "active"
+    """which experts get a gradient for their place in the mask: the "active" ones, or "all" (then all experts run)"""
+    estimator: Estimator = "none"
+    """how gradients pass through a draw: "reinmax", "gumbel", "straight-through", or "none" (only through the weights)"""
+    temperature: float = 20.0
+    """of the "gumbel" estimator"""
+    stop: Stop = "drawn"
+    """when a sequence ends; a number multiplies the output node's rate in the choice: smaller values run more experts"""
+    train_select: Select = "greedy"
+    """how nodes are chosen in training: "greedy" or "sample"; evaluation is greedy"""
+    gate_init: GateInit = "normal"
+    """initial distribution of the gates' weights: "normal" or "uniform" """
+    scale_init: bool = True
+    """whether to scale the initial gates by √(N + 1), as the paper does"""
+    output_logit_offset: float = 5.0
+    """how much lower the initial weights towards the output node are: larger values start with longer sequences"""
+    input_rank: int = 4
+    """rank of the map by which gates also depend on the layer's input; 0: on firing rates alone, as in the paper"""
+
+    def __post_init__(self) -> None:
+        require_one_of("weighting", self.weighting, WEIGHTINGS)
+        require_one_of("mask_gradient", self.mask_gradient, get_args(MaskGradient))
+        require_one_of("train_select", self.train_select, get_args(Select))
+        check_sequence_options(
+            select=self.train_select, stop=self.stop, estimator=self.estimator, temperature=self.temperature
+        )
+        if self.estimator == "none" and self.weighting == "unit":
+            raise ValueError(
+                "estimator=none: the routing learns from the weights of the experts alone, and weighting=unit has none"
+            )
+        is_rank = isinstance(self.input_rank, Integral) and self.input_rank >= 0
+        rule = "must be a whole number, at least 0; 0: gates depend on firing rates alone, as in the paper"
+        require(is_rank, "input_rank", repr(self.input_rank), rule)
+
+
+class RaytracedRouter(Fusable, Router):
+    """The paper's router: an entry gate on the hidden vector, the routing network, and the activation sequence.
+
+    Args:
+        dim: Width of the hidden vectors.
+        num_layers: Number of expert layers in the grid.
+        num_experts: Number of experts per layer.
+        config: Options; see `RaytracedConfig`.
+    """
+
+    fuses = True
+
+    def __init__(self, dim: int, num_layers: int, num_experts: int, config: RaytracedConfig) -> None:
         super().__init__(dim, num_layers, num_experts, num_outlets=0)
-        require_one_of("weighting", weighting, WEIGHTINGS)
-        require_one_of("train_select", train_select, get_args(Select))
-        check_sequence_options(select=train_select, stop=stop, estimator=estimator, temperature=temperature)
-        if estimator == "none" and weighting == "unit":
-            raise ValueError("estimator=none: only rates then teach the routing, and weighting=unit leaves them out")
-        is_rank = isinstance(sight_rank, Integral) and sight_rank >= 0
-        rule = "must be a whole number, at least 0; 0: gates see rates alone, as the paper's"
-        require(is_rank, "sight_rank", repr(sight_rank), rule)
-        self.weighting, self.estimator, self.temperature = weighting, estimator, temperature
-        self.stop, self.train_select = stop, train_select
-        self.routing = RoutingNetwork(num_layers, num_experts, gate_init=gate_init, scale_init=scale_init, reach=reach)
-        # Parameters, not a module to call: one library call may read them along with all the rest.
+        self.config = config
+        self.routing = RoutingNetwork(
+            num_layers,
+            num_experts,
+            gate_init=config.gate_init,
+            scale_init=config.scale_init,
+            output_logit_offset=config.output_logit_offset,
+        )
+        # Parameters, not a module to call: one compiled call may read them along with all the rest.
         self.gate = nn.ParameterDict(dict(nn.Linear(dim, num_experts).named_parameters()))
+        # The names of these two are those of stored tensors.
         self.sight_in: nn.Parameter | None = None
-        if sight_rank and num_layers > 1:
-            self.sight_in = nn.Parameter(nn.Linear(dim, sight_rank, bias=False).weight)
-            self.sight_out = nn.Parameter(torch.zeros(num_layers - 1, num_experts, num_experts + 1, sight_rank))
+        if config.input_rank and num_layers > 1:
+            self.sight_in = nn.Parameter(nn.Linear(dim, config.input_rank, bias=False).weight)
+            self.sight_out = nn.Parameter(torch.zeros(num_layers - 1, num_experts, num_experts + 1, config.input_rank))
 
     def entry(self, hidden_BD: Tensor) -> Tensor:
         """The rates that enter the first layer (B, N), at least in float32."""
         return entry_rates(hidden_BD, self.gate["weight"], self.gate["bias"])
 
-    def sight(self, hidden_BD: Tensor) -> Tensor | None:
-        """What gates that see the layer's input add to their logits (B, L − 1, N, O); nothing at the start of training."""
-        return None if self.sight_in is None else sight_logits(hidden_BD, self.sight_in, self.sight_out)
+    def input_logits(self, hidden_BD: Tensor) -> Tensor | None:
+        """What input-conditioned gates add to their logits (B, L − 1, N, O); zero at the start of training."""
+        return None if self.sight_in is None else input_logits(hidden_BD, self.sight_in, self.sight_out)
 
-    def maps(self) -> tuple[Tensor, ...]:
-        """What is made of the hidden vector: the entry gate's weight and bias, then the two maps of gates that see it."""
-        gate, sight_in = self.gate, self.sight_in  # a module looks every name up for long, and one image waits for it
+    def input_maps(self) -> tuple[Tensor, ...]:
+        """The linear maps of the hidden vector: the entry gate's weight and bias, then the two of input-conditioned gates."""
+        gate, sight_in = self.gate, self.sight_in  # Hot path at batch size 1: avoid nn.Module attribute look-ups.
         entry = gate["weight"], gate["bias"]
         return entry if sight_in is None else (*entry, sight_in, self.sight_out)
 
-    def how(self, call: Call) -> Select:
-        """Greedy unless asked otherwise; in training as the layer was made."""
-        return call.select or (self.train_select if self.training else "greedy")
+    def resolve_select(self, call: Call) -> Select:
+        """How nodes are chosen: as the call asks, else greedily in evaluation and by `train_select` in training."""
+        return call.select or (self.config.train_select if self.training else "greedy")
 
-    def options(self, call: Call) -> dict[str, Any]:
-        """Those of a sequence, checked."""
-        select, budget, num_nodes = self.how(call), call.max_experts, self.num_layers * self.num_experts
+    def sequence_options(self, call: Call) -> dict[str, Any]:
+        """The options of the activation sequence for one call, checked."""
+        config, select, budget = self.config, self.resolve_select(call), call.max_experts
         if select not in ("greedy", "sample") or (budget is not None and (type(budget) is not int or budget < 0)):
-            check_sequence_options(select=select, stop=self.stop, estimator=self.estimator, max_experts=budget)
+            check_sequence_options(select=select, stop=config.stop, estimator=config.estimator, max_experts=budget)
+        num_nodes = self.num_layers * self.num_experts
         return {
-            "stop": self.stop,
-            "estimator": self.estimator,
-            "temperature": self.temperature,
+            "stop": config.stop,
+            "estimator": config.estimator,
+            "temperature": config.temperature,
             "num_steps": num_nodes if budget is None else min(budget, num_nodes),
         }
 
     def sequence(self, hidden_BD: Tensor, call: Call) -> Route:
-        """The activation sequences that hidden vectors lead to; no expert runs."""
+        """The activation sequences of hidden vectors (B, D); no expert runs."""
         return activation_sequence(
             self.routing,
             self.entry(hidden_BD),
-            sight=self.sight(hidden_BD),
-            select=self.how(call),
-            stop=self.stop,
-            estimator=self.estimator,
-            temperature=self.temperature,
+            input_logits=self.input_logits(hidden_BD),
+            select=self.resolve_select(call),
+            stop=self.config.stop,
+            estimator=self.config.estimator,
+            temperature=self.config.temperature,
             max_experts=call.max_experts,
             generator=call.generator,
             rows=call.rows,
         )
 
     def weigh(self, route: Route) -> Tensor:
-        """How much each expert's output counts (B, L, N)."""
+        """The factor of each expert's output (B, L, N)."""
         assert route.rates is not None
-        return WEIGHTINGS[self.weighting](route.active, route.rates.nodes)
+        return WEIGHTINGS[self.config.weighting](route.active, route.rates.nodes)
 
     def plan(self, hidden_BD: Tensor, call: Call) -> Choice:
-        """The whole path is a function of the layer's input: it is known before any expert runs."""
+        """The path through all layers: it depends on the layer's input alone, so it is known before any expert runs."""
         route = self.sequence(hidden_BD, call)
         return Choice(route.active, self.weigh(route), route=route)
 
-    def work(self, route: Route, num_steps: Tensor | None = None) -> Work:
-        """The entry gate, and the gates that sequences evaluate, each step redoing no more than it changed.
+    def cost(self, route: Route, num_steps: Tensor | None = None) -> Cost:
+        """The cost of the entry gate and of the gates that each step of a sequence evaluates anew.
 
         A new node evaluates its own gate, and those of the active nodes in all layers below it, whose inputs it has changed.
         Nodes beside it and above it keep theirs. Inactive nodes need none: their firing rate is a sum.
         """
         N, L, nodes = self.num_experts, self.num_layers, route.nodes
-        if nodes is None:  # everyone was sure before the first step
+        if nodes is None:  # every sample left before the first step
             nodes = route.num_active.new_empty(*route.num_active.shape, 0)
         gate_L = torch.tensor(self.gate_sizes(), device=nodes.device)
         layers_L = torch.arange(L, device=nodes.device)
@@ -167,12 +219,12 @@ class RaytracedRouter(Router):
         redone_BTL = torch.where(joins_BTL, 1, joins_BTL.cumsum(-2)) * (drawn_BT1 & (layers_L >= layer_BT1))
         work_B, count_BL = (redone_BTL * gate_L).sum((-1, -2)), joins_BTL.sum(-2)
         weight, bias, rank = self.gate["weight"].numel(), self.gate["bias"].numel(), 0
-        if self.sight_in is not None:  # seen once, and told to the gates of active nodes
+        if self.sight_in is not None:  # computed once, then added to the logits of active nodes' gates
             rank, weight = len(self.sight_in), weight + self.sight_in.numel()
-        seen_B = count_BL[..., :-1].sum(-1) * rank * (N + 1)
-        work = Work(work_B + seen_B + weight, (count_BL * gate_L).sum(-1) + seen_B + weight + bias)
+        from_input_B = count_BL[..., :-1].sum(-1) * rank * (N + 1)
+        cost = Cost(work_B + from_input_B + weight, (count_BL * gate_L).sum(-1) + from_input_B + weight + bias)
         # Known before any step runs: all of it, unless not even the first was asked for.
-        return work if num_steps is None else Work(*(part * (num_steps > 0) for part in work))
+        return cost if num_steps is None else Cost(*(part * (num_steps > 0) for part in cost))
 
     def gate_sizes(self) -> list[int]:
         """The multiply-adds of one node's gate, W·x with W (O, K), in each layer; also its parameters. The last has none."""
@@ -180,13 +232,42 @@ class RaytracedRouter(Router):
         return [(N + 1) * (1 if layer == 0 else N) if layer < L - 1 else 0 for layer in range(L)]
 
 
-class RaytracedExperts(RoutedLayer):
-    """A grid of experts of which every input vector runs its own sequence; hidden (..., D) in and out.
+class RaytracedExperts(Fusable, RoutedLayer):
+    """A grid of experts through which every input vector takes its own path.
+
+    Args:
+        dim: Width of the input and output vectors.
+        num_layers: Number of expert layers in the grid.
+        num_experts: Number of experts per layer.
+        expert: Factory of custom experts, called once per node; each maps (n, dim) to (n, dim). Default: MLPs.
+        hidden: Inner width of the default MLP experts. Default: `dim`.
+        num_hidden: Number of hidden layers of the default MLP experts.
+        config: All further options, as a `RaytracedConfig`; or give them one by one as keyword arguments:
+        stream: How vectors pass from one layer to the next: "residual", "skip-sum" or "last".
+        weighting: Factor of an expert's output: "unit" (1), "rates-to-one" or "rates" (firing rates that sum to one, or to
+            the number of active experts, in every layer).
+        mask_gradient: Which experts get a gradient for their place in the mask: "active" or "all" (all experts then run).
+        estimator: How gradients pass through a draw: "none", "reinmax", "gumbel" or "straight-through".
+        temperature: Of the "gumbel" estimator.
+        stop: When a sequence ends: "drawn", "dominant", or how much the output node's firing rate counts when the next node
+            is chosen; smaller values run more experts.
+        train_select: How nodes are chosen in training: "greedy" or "sample".
+        gate_init: Initial distribution of the gates' weights: "normal" or "uniform".
+        scale_init: Whether to scale the initial gates by √(num_experts + 1), as the paper does.
+        output_logit_offset: How much lower the initial weights towards the output node are; larger values start with longer
+            sequences.
+        input_rank: Rank of the map by which gates also depend on the layer's input; 0: on firing rates alone.
 
     The defaults are our recipe; `RaytracedExperts(dim, num_layers, num_experts, **raytraced.PAPER)` is the paper's.
+
+    Returns (from `forward`):
+        LayerOutput with `hidden` (..., dim), `update` (..., dim) and `route`: `active` (..., L, N), `nodes` (..., T) in order
+        of activation, padded with −1, `num_active` (...), and `rates` with `nodes` (..., L, N) and `output` (...).
     """
 
     answers_along_the_way = True
+    fuses = True
+    config_type = RaytracedConfig
     router: RaytracedRouter
 
     def __init__(
@@ -198,73 +279,90 @@ class RaytracedExperts(RoutedLayer):
         expert: Callable[[], nn.Module] | None = None,
         hidden: int | None = None,
         num_hidden: int = 2,
-        stream: Stream = "residual",
-        weighting: Weighting = "rates-to-one",
-        mask_gradient: MaskGradient = "active",
-        estimator: Estimator = "none",
-        temperature: float = 20.0,
-        stop: Stop = "drawn",
-        train_select: Select = "greedy",
-        gate_init: GateInit = "normal",
-        scale_init: bool = True,
-        reach: float = 5.0,
-        sight_rank: int = 4,
+        config: RaytracedConfig | None = None,
+        **options: Any,
     ) -> None:
-        require_one_of("mask_gradient", mask_gradient, get_args(MaskGradient))
-        router = RaytracedRouter(
-            dim,
-            num_layers,
-            num_experts,
-            weighting=weighting,
-            estimator=estimator,
-            temperature=temperature,
-            stop=stop,
-            train_select=train_select,
-            gate_init=gate_init,
-            scale_init=scale_init,
-            reach=reach,
-            sight_rank=sight_rank,
-        )
-        super().__init__(
-            router, make_grid(dim, num_layers, num_experts, expert, hidden, num_hidden), dim, stream=stream
-        )
-        self.mask_gradient = mask_gradient
+        if config is None:
+            config = RaytracedConfig(**options)
+        elif options:
+            raise ValueError(f"{', '.join(options)}: give either config or single options, not both")
+        router = RaytracedRouter(dim, num_layers, num_experts, config)
+        grid = make_grid(dim, num_layers, num_experts, expert, hidden, num_hidden)
+        super().__init__(router, grid, dim, stream=config.stream)
+        # A model on the meta device is about to get trained weights, or is only measured.
+        if not router.gate["weight"].is_meta and (reason := untrainable_reason(router)):
+            shape = f"num_layers={num_layers}, num_experts={num_experts}"
+            warnings.warn(f"RaytracedExperts({dim}, {shape}): its gates never learn to route: {reason}", stacklevel=2)
 
     def run(self, hidden_BD: Tensor, call: Call) -> LayerOutput:
-        if torch.is_grad_enabled() and self.mask_gradient == "all":
-            # A mask's gradient is what its expert would give: inactive experts run too.
-            plan = self.router.plan(hidden_BD, call)
-            assert plan.route is not None
-            answer = run_dense(self.experts, hidden_BD, plan.active, plan.weights, self.stream, call.looks, True)
-            return looked(answer, call, plan.route)
-        router = self.router  # a module looks every name up for long, and one image waits for it
-        options = router.options(call)
-        seed = new_seed(call.generator, hidden_BD.device) if router.how(call) == "sample" else None
-        answer, route = operations.raytrace(
-            self.traced(router), hidden_BD, looks=call.looks, seed=seed, rows_B=call.rows, **options
+        router = self.router  # Hot path at batch size 1: avoid nn.Module attribute look-ups.
+        if torch.is_grad_enabled() and router.config.mask_gradient == "all":
+            return self.run_all(hidden_BD, call)
+        if not (self.fuses and router.fuses):
+            return super().run(hidden_BD, call)
+        options = router.sequence_options(call)
+        seed = new_seed(call.generator, hidden_BD.device) if router.resolve_select(call) == "sample" else None
+        answer, route = kernels.raytrace(
+            self.kernel_args(router), hidden_BD, exits=call.exits, seed=seed, rows_B=call.rows, **options
         )
-        return looked(answer, call, route)
+        return make_layer_output(answer, call, route)
 
-    def until_sure(
-        self,
-        hidden_BD: Tensor,
-        call: Call,
-        head: nn.Module,
-        sure: Sequence[float],
-        mask_B: Tensor | None,
-        in_looks: Callable[[], operations.Answered],
-    ) -> operations.Answered:
-        """What the output layer says of each row when it is sure first; `in_looks` asks it after one layer and the next."""
+    def run_all(self, hidden_BD: Tensor, call: Call) -> LayerOutput:
+        """Run every expert on every row: the gradient of an inactive expert's mask is what the expert would give."""
+        plan = self.router.plan(hidden_BD, call)
+        assert plan.route is not None
+        answer = run_dense(self.experts, hidden_BD, plan.active, plan.weights, self.stream, call.exits, True)
+        return make_layer_output(answer, call, plan.route)
+
+    def fused_early_exit(
+        self, hidden_BD: Tensor, call: Call, head: nn.Module, policy: ExitPolicy, mask_B: Tensor | None
+    ) -> kernels.EarlyExitResult | None:
+        """Early exit through this layer and an output layer in one compiled call; None where there is none for it.
+
+        Args:
+            hidden_BD: The layer's input (B, D).
+            call: Options of the call.
+            head: The output layer, which turns hidden vectors into logits.
+            policy: When a row leaves.
+            mask_B: (B,), rows that are False take the first answer. None: all rows are True.
+        """
         router = self.router
-        if router.how(call) == "sample":  # draws wait until it is known that someone goes on
-            return in_looks()
+        supported = policy.exit_every == "layer" and policy.deadline is None and policy.confidence is not None
+        if not (supported and self.fuses and router.fuses and router.resolve_select(call) == "greedy"):
+            return None
         self.check(hidden_BD)
-        options = router.options(call)
-        return operations.until_sure(self.traced(router), hidden_BD, head, sure, mask_B, in_looks, **options)
+        thresholds = [policy.threshold(number) for number in range(router.num_layers + 1)]
+        options = router.sequence_options(call)
+        return kernels.early_exit(self.kernel_args(router), hidden_BD, head, thresholds, mask_B, **options)
 
-    def traced(self, router: RaytracedRouter) -> operations.Traced:
-        """What one call may run as a whole."""
-        return operations.Traced(router.routing, self.experts, router.maps(), router.weighting, self.stream)
+    def kernel_args(self, router: RaytracedRouter) -> kernels.KernelArgs:
+        """The parts of the layer that one compiled call reads."""
+        weighting = router.config.weighting
+        return kernels.KernelArgs(router.routing, self.experts, router.input_maps(), weighting, self.stream)
 
     def extra_repr(self) -> str:
-        return f"stream={self.stream}, mask_gradient={self.mask_gradient}"
+        return f"stream={self.stream}, mask_gradient={self.router.config.mask_gradient}"
+
+
+def untrainable_reason(router: RaytracedRouter) -> str | None:
+    """Why the experts' outputs give no gate a gradient, and the remedy; None where gates learn, or where there is no choice.
+
+    Weights that are normalised per layer give a lone expert the weight 1, whatever its firing rate is.
+    """
+    num_layers, num_experts = router.num_layers, router.num_experts
+    if router.config.weighting not in ("rates-to-one", "rates") or num_layers * num_experts == 1:
+        return None
+    if num_experts == 1:
+        remedy = "set num_experts to 2 or more, or weighting='unit' with estimator='reinmax'"
+        return f"the only expert of a layer has weight 1 whatever its rate is; {remedy}"
+    # The first expert's rate is the largest. With one layer the output node then has all of it, so a greedy sequence ends.
+    ends_at_once = router.config.stop in ("drawn", "dominant") or float(router.config.stop) >= 1
+    if (
+        num_layers == 1
+        and router.config.train_select == "greedy"
+        and router.config.estimator == "none"
+        and ends_at_once
+    ):
+        remedy = "set num_layers to 2 or more, stop below 1 (0.3, for example), or train_select='sample'"
+        return f"each vector runs exactly one expert, with weight 1 whatever its rate is; {remedy}"
+    return None

@@ -1,6 +1,6 @@
-"""threshold: experts in order of their probability until the sum reaches ϑ, the one that crosses included (Huang et al. 2024).
+"""threshold: the most probable experts whose probabilities sum to a threshold ϑ run, as in top-p sampling (Huang et al. 2024).
 
-Axes: B batch, N experts a layer, D width.
+Axes: B batch, N experts per layer, D width.
 """
 
 from typing import Literal, get_args
@@ -8,18 +8,28 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from raytraced.errors import require, require_one_of
 from raytraced.layer import Choice, Draws, Router
 from raytraced.routers.choosing import balance_loss
-from raytraced.words import require, require_one_of
 
 SumsTo = Literal["gate", "count"]
 
 
 class Threshold(Router):
-    """As many experts as the gate is unsure of; their weights are the probabilities, not renormalised.
+    """Run the smallest set of experts whose probabilities reach a threshold: the flatter the gate, the more experts.
 
-    With `total="count"` they sum to the number of experts, as those of raytraced experts may.
-    `entropy` weighs the reference's loss against gates that stay flat to run more, `balance` the auxiliary loss of Switch.
+    Args:
+        dim: Width of the hidden vectors.
+        num_layers: Number of expert layers.
+        num_experts: Number of experts per layer.
+        threshold: Sum of probabilities to reach, from 0 (one expert) to 1 (all experts).
+        entropy: Weight of the reference's entropy loss, in training only. It keeps gates from staying flat.
+        balance: Weight of the auxiliary load-balancing loss of Switch, in training only.
+        total: Sum of the weights: "gate" uses the probabilities as they are, "count" scales them to sum to the number of
+            chosen experts, as in raytraced experts.
+
+    Returns (from ``route``):
+        Choice with ``active`` (B, N), ``weights`` (B, N) and, in training, ``loss``.
     """
 
     def __init__(
@@ -43,7 +53,7 @@ class Threshold(Router):
     def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:
         logits_BN = self.gate_logits(step, hidden_BD)
         probs_BN = logits_BN.softmax(-1)
-        active_BN = reach(probs_BN.detach(), self.threshold).to(probs_BN.dtype)
+        active_BN = nucleus_mask(probs_BN.detach(), self.threshold).to(probs_BN.dtype)
         loss = None
         if self.training and self.entropy:
             entropy_B = -(probs_BN * logits_BN.log_softmax(-1)).sum(-1)
@@ -57,10 +67,18 @@ class Threshold(Router):
         return Choice(active_BN, weights_BN, loss)
 
 
-def reach(probs_BN: Tensor, threshold: float) -> Tensor:
-    """The fewest of the likeliest whose probabilities sum to the threshold, one at least, as booleans (B, N)."""
+def nucleus_mask(probs_BN: Tensor, threshold: float) -> Tensor:
+    """Select the most probable experts until their probabilities reach the threshold, as in top-p (nucleus) sampling.
+
+    Args:
+        probs_BN: Probabilities of the experts (B, N).
+        threshold: Sum to reach. The expert that crosses it is included, so at least one is selected.
+
+    Returns:
+        Booleans (B, N).
+    """
     sorted_BN, order_BN = probs_BN.sort(dim=-1, descending=True, stable=True)
-    # What is reached before an expert decides, so that the one that crosses is kept.
+    # An expert is selected if the sum before it is below the threshold.
     before_BN = sorted_BN.cumsum(-1).roll(1, -1)
     before_BN[:, 0] = -1.0
     return torch.zeros_like(probs_BN, dtype=torch.bool).scatter(-1, order_BN, before_BN < threshold)

@@ -1,26 +1,37 @@
-"""top-any: each expert has a direction and a threshold, and runs where the input is similar enough (DynMoE, Guo et al. 2024).
+"""top-any: an expert runs where the input is similar enough to its direction, by its own threshold (DynMoE, Guo et al. 2024).
 
-Axes: B batch, L layers, N experts a layer, D width.
+Axes: B batch, L layers, N experts per layer, D width.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raytraced.layer import Choice, Draws, Router, Work
+from raytraced.errors import require
+from raytraced.layer import Choice, Cost, Draws, Router
 from raytraced.routers.choosing import global_load
-from raytraced.words import require
 
 
 class TopAny(Router):
-    """An expert runs where σ(cosine similarity) exceeds σ(its threshold), the nearest if none does; outputs are averaged.
+    """Run every expert whose σ(cosine similarity) exceeds σ(its threshold), or the most similar one if none does.
 
-    Directions start orthogonal. An expert that no sample opened in `removal` training steps is removed for good (0: none
-    is); the reference's adding of experts is left out. `diversity` weighs its loss, which keeps directions apart and short.
+    The outputs of the chosen experts are averaged. Directions start orthogonal. The reference also adds experts during
+    training; this implementation does not.
+
+    Args:
+        dim: Width of the hidden vectors.
+        num_layers: Number of expert layers.
+        num_experts: Number of experts per layer.
+        diversity: Weight of the loss that keeps the directions orthogonal and short, in training only.
+        removal: Training steps after which experts that no sample chose are removed permanently; 0 removes none.
+
+    Returns (from ``route``):
+        Choice with ``active`` (B, N), whose gradient is straight-through, ``weights`` (B, N) and, with `diversity` in
+        training, ``loss``.
     """
 
     removed: Tensor  # (L, N)
-    opened: Tensor  # (L, N), samples since experts were last removed
+    opened: Tensor  # (L, N), number of samples since the last removal
     num_calls: Tensor
 
     def __init__(
@@ -44,7 +55,7 @@ class TopAny(Router):
         directions_ND = F.normalize(self.directions[step], dim=-1)
         similarity_BN = F.linear(F.normalize(hidden_BD, dim=-1), directions_ND)
         similarity_BN = similarity_BN.to(torch.promote_types(similarity_BN.dtype, torch.float32))
-        # A margin lies in -1 … 1: the removed are further away than anyone.
+        # Margins lie in -1 … 1, so a removed expert is never the most similar.
         margin_BN = (similarity_BN.sigmoid() - self.thresholds[step].sigmoid()).masked_fill(self.removed[step], -2.0)
         nearest_BN = margin_BN.argmax(-1, keepdim=True) == torch.arange(self.num_experts, device=margin_BN.device)
         open_BN = (margin_BN > 0) | (nearest_BN & (margin_BN.amax(-1, keepdim=True) <= 0))
@@ -59,21 +70,21 @@ class TopAny(Router):
 
     @torch.no_grad()
     def remove_unused(self, layer: int, load_N: Tensor) -> None:
-        """Count whom a layer's samples opened; after the last layer of every so many steps, remove whom nobody did."""
+        """Add a layer's load (N,) to the counts; after every `removal` steps, remove the experts without any sample."""
         self.opened[layer] += load_N
         if layer == self.num_layers - 1:
             self.num_calls += 1
-            due = self.num_calls % self.removal == 0  # not looked at: values may not be there
-            # Not in place: the backward pass needs the old one.
+            due = self.num_calls % self.removal == 0  # stays a tensor: torch.compile must not branch on it
+            # Not in place: the backward pass needs the old values.
             self.removed = self.removed | (due & (self.opened == 0))
             self.opened *= ~due
 
-    def step_work(self) -> Work:
-        return Work(self.directions[0].numel(), self.directions[0].numel() + self.thresholds[0].numel())
+    def step_cost(self) -> Cost:
+        return Cost(self.directions[0].numel(), self.directions[0].numel() + self.thresholds[0].numel())
 
 
 def diversity_loss(directions_ND: Tensor) -> Tensor:
-    """How far the directions are from orthogonal, ‖ŴŴᵀ − I‖, plus their mean length."""
+    """The distance of the directions (N, D) from orthogonality, ‖ŴŴᵀ − I‖, plus their mean length."""
     unit_ND = F.normalize(directions_ND, dim=-1)
     excess_NN = unit_ND @ unit_ND.mT - torch.eye(len(unit_ND), dtype=unit_ND.dtype, device=unit_ND.device)
     return torch.linalg.matrix_norm(excess_NN) + directions_ND.norm(dim=-1).mean()

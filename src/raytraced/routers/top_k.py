@@ -1,26 +1,36 @@
-"""top-k: every layer runs the k experts its gate likes best, weighted by the softmax over those k (Shazeer et al. 2017).
+"""top-k: every layer runs the k experts with the largest gate logits (Shazeer et al. 2017).
 
-Of a single expert that would be the constant 1, and no gradient would reach the gate: there the weight is the probability
-among all experts, as in Switch (Fedus et al. 2021).
+The weights are the softmax over the chosen k. For k = 1 that would be the constant 1, without a gradient for the gate:
+there the weight is the probability among all experts, as in Switch (Fedus et al. 2021).
 
-Axes: B batch, N experts a layer, D width.
+Axes: B batch, N experts per layer, D width.
 """
 
 from typing import Literal, get_args
 
 from torch import Tensor
 
+from raytraced.errors import require, require_one_of
 from raytraced.layer import Choice, Draws, Router
 from raytraced.routers.choosing import balance_loss, softmax_over, top_mask
-from raytraced.words import require, require_one_of
 
 Total = Literal["one", "count"]
 
 
 class TopK(Router):
-    """k experts a layer; `balance` weighs the classic auxiliary loss of Switch and GShard.
+    """Run k experts per layer.
 
-    Weights sum to one, or, with `total="count"`, to k as those of raytraced experts may.
+    Args:
+        dim: Width of the hidden vectors.
+        num_layers: Number of expert layers.
+        num_experts: Number of experts per layer.
+        k: Number of experts that run in each layer.
+        balance: Weight of the auxiliary load-balancing loss of Switch and GShard, in training only.
+        total: Sum of the weights of the chosen experts: "one", or "count" for k, as in raytraced experts. For k = 1 the
+            weight is the probability of the expert in both cases.
+
+    Returns (from ``route``):
+        Choice with ``active`` (B, N), ``weights`` (B, N) and, with `balance` in training, ``loss``.
     """
 
     def __init__(

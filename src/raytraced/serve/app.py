@@ -1,207 +1,250 @@
-"""The server's paths: requests in, answers, events and refusals out."""
+"""The server: its paths, and what they share."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from html import escape
-from typing import Any
+from typing import Annotated, Any
 
-from starlette.applications import Starlette
+import uvicorn
+from fastapi import FastAPI, Form, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, Response, StreamingResponse
-from starlette.routing import Route
-from torch import Tensor
+from starlette.responses import FileResponse, Response, StreamingResponse
+from torch import Tensor, tensor
 
 from raytraced import __version__
-from raytraced.explore.packing import why_unpackable
-from raytraced.explore.page import make_page
-from raytraced.serve.answering import Answer, Asked, Delivery, check_asked
-from raytraced.serve.batching import SENDING, Worker
-from raytraced.serve.guard import Guard, Traffic
-from raytraced.serve.limits import Limits, RefusedError, send_json, shown
+from raytraced.serve.answering import AnswerFields
+from raytraced.serve.completions import Completions
+from raytraced.serve.connections import BACKLOG, Connections
+from raytraced.serve.engine import EVENTS, Engine, json_response, to_json
+from raytraced.serve.errors import refuse_failed, refuse_http, refuse_invalid
+from raytraced.serve.front_page import FrontPage
+from raytraced.serve.generation import Sampling
+from raytraced.serve.inference_protocol import InferenceProtocol, protocol_schemas
+from raytraced.serve.inputs import choose_model, encode_text, read_images
+from raytraced.serve.limits import Limits, RefusedError
+from raytraced.serve.middleware import LOOPBACK, Gate
 from raytraced.serve.models import Served
-from raytraced.serve.reading import choose_model, read_body, read_inputs
-from raytraced.serve.schema import document, request_schemas
-from raytraced.words import require
+from raytraced.serve.schemas import (
+    Answer,
+    AnswerList,
+    GenerateRequest,
+    PredictRequest,
+    RefusalBody,
+    StreamRequest,
+    Token,
+    UploadRequest,
+)
 
-SMALL_BODY = 1 << 16  # bytes of a body that are read where they arrive; reading more would keep others waiting
-
-
-class Server:
-    """The loaded models, what computes, and what is under way."""
-
-    def __init__(self, models: Sequence[Served], limits: Limits | None = None, hosts: Sequence[str] = ()) -> None:
-        self.models, self.limits, self.traffic = list(models), limits or Limits(), Traffic()
-        self.schemas = request_schemas([served.name for served in models], self.limits)
-        self.page: bytes | None = None
-        self.worker = Worker(self.traffic.metrics)
-        routes = [
-            Route("/", self.show_page),
-            Route("/healthz", self.health),
-            Route("/metrics", self.metrics),
-            Route("/openapi.json", self.openapi),
-            Route("/api/models", self.list_models),
-            Route("/api/predict", self.predict, methods=["POST"]),
-            Route("/api/stream", self.stream, methods=["POST"]),
-            Route("/api/generate", self.generate, methods=["POST"]),
-        ]
-        handlers: dict[Any, Any] = dict.fromkeys((RefusedError, HTTPException, Exception), refuse)
-        starlette = Starlette(routes=routes, exception_handlers=handlers, lifespan=self.lifespan)
-        self.app = Guard(starlette, self.traffic, self.limits, {str(route.path) for route in routes}, hosts)
-
-    @asynccontextmanager
-    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        working = asyncio.create_task(self.worker.work())
-        yield
-        working.cancel()
-
-    async def read(self, request: Request, **more: Any) -> tuple[dict[str, Any], list[Tensor], dict[str, Any]]:
-        """The body of a request as it was given, its inputs, and the options of `Asked` that it stands for."""
-        body, schema = await receive_body(request, self.limits), self.schemas[request.url.path]
-
-        def understand() -> tuple[dict[str, Any], Served, list[Tensor]]:
-            given = read_body(body, schema)
-            served = choose_model(given, self.models)
-            return given, served, read_inputs(given, served, self.limits)
-
-        given, served, inputs = understand() if len(body) <= SMALL_BODY else await asyncio.to_thread(understand)
-        try:
-            check_asked(served, given | more)
-            sure, look = find_sure(given.get("sure"), served)
-        except ValueError as error:
-            raise RefusedError(422, "option", str(error)) from None
-        options: dict[str, Any] = {name: given[name] for name in ("select", "seed", "max_experts") if name in given}
-        if "max_ms" in given:  # counted from the arrival
-            options["deadline"] = request.scope["arrived"] + given["max_ms"] / 1000 - SENDING
-        return given, inputs, options | {"served": served, "sure": sure, "look": look}
-
-    async def answers(self, inputs: list[Tensor], **options: Any) -> AsyncIterator[tuple[int, Answer]]:
-        """What is said of each input, with its number, as it comes; once nobody listens the work stops."""
-        queue: asyncio.Queue[Delivery] = asyncio.Queue()
-        numbers = {Asked(inputs=one, deliver=queue.put_nowait, **options): n for n, one in enumerate(inputs)}
-        self.worker.submit(list(numbers))
-        left = len(numbers)
-        try:
-            while left:
-                asked, answer, last = await queue.get()
-                if isinstance(answer, Exception):
-                    raise RefusedError(*FAILED)
-                left -= last
-                yield numbers[asked], answer
-        finally:
-            for asked in numbers:
-                asked.gone = True
-
-    async def events(self, inputs: list[Tensor], **options: Any) -> AsyncIterator[bytes]:
-        """Answers as server-sent events."""
-        try:
-            async for _, answer in self.answers(inputs, **options):
-                yield b"data: " + json.dumps(answer).encode() + b"\n\n"
-        except RefusedError as error:
-            yield b"event: error\ndata: " + json.dumps(error.content).encode() + b"\n\n"
-
-    async def predict(self, request: Request) -> Response:
-        given, inputs, options = await self.read(request)
-        trace, steps = given.get("trace", False), [list[Answer]() for _ in inputs]
-        async for number, answer in self.answers(inputs, every=trace, **options):
-            steps[number].append(answer)
-        answers = [told[-1] for told in steps]
-        if trace:
-            for one, told in zip(answers, steps, strict=True):
-                one["trace"] = [{name: value for name, value in step.items() if name != "stop"} for step in told]
-        return send_json({"model": options["served"].name, "answers": answers})
-
-    async def stream(self, request: Request) -> Response:
-        _, inputs, options = await self.read(request, stream=True)
-        return StreamingResponse(self.events(inputs, every=True, **options), headers=EVENTS)
-
-    async def generate(self, request: Request) -> Response:
-        given, inputs, options = await self.read(request, max_ms=None)  # every model can stop between tokens
-        drawing = {name: given.get(name, value) for name, value in GENERATE.items()}
-        drawing["length"] = min(drawing["length"], self.limits.tokens)
-        return StreamingResponse(self.events(inputs, drawing=drawing, **options), headers=EVENTS)
-
-    async def list_models(self, request: Request) -> Response:
-        return send_json({"models": [served.told() for served in self.models]})
-
-    async def health(self, request: Request) -> Response:
-        return send_json({"status": "ok", "under_way": self.traffic.under_way})
-
-    async def metrics(self, request: Request) -> Response:
-        gauge = f"raytraced_under_way {self.traffic.under_way}\n"
-        return Response(self.traffic.metrics.text() + gauge, media_type="text/plain; version=0.0.4")
-
-    async def openapi(self, request: Request) -> Response:
-        return send_json(document(self.schemas, __version__))
-
-    async def show_page(self, request: Request) -> Response:
-        if self.page is None:
-            self.page = (await asyncio.to_thread(front_page, self.models)).encode()
-        return HTMLResponse(self.page, headers={"Content-Security-Policy": POLICY})
-
-
-FAILED = (500, "internal", "the server failed; its log says why")
-EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store"}
-GENERATE: dict[str, Any] = {"length": 500, "temperature": 0.8, "top_p": 1.0}
-"""as `raytraced generate` has them"""
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
     "font-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    401: {"model": RefusalBody, "description": "the API key is missing or wrong"},
+    403: {"model": RefusalBody, "description": "called by a name, or from a page, of another server"},
+    404: {"model": RefusalBody, "description": "there is no such model"},
+    408: {"model": RefusalBody, "description": "the body takes too long to arrive"},
+    413: {"model": RefusalBody, "description": "the body is too large"},
+    415: {"model": RefusalBody, "description": "the body is not declared as what the path takes"},
+    422: {"model": RefusalBody, "description": "the body breaks a rule"},
+    429: {"model": RefusalBody, "description": "too many requests are in progress"},
+    503: {"model": RefusalBody, "description": "the server is shutting down"},
+}
 
 
-async def receive_body(request: Request, limits: Limits) -> bytes:
-    """The body, if it is JSON, of a size that is allowed, and comes in time."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise RefusedError(415, "content-type", "content-type: must be application/json")
-    too_long = RefusedError(413, "body", f"body: must be at most {limits.body:,} bytes")
-    length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length[:20]) > limits.body:  # nothing of it is read
-        raise too_long
-    body = bytearray()
-    try:
-        async with asyncio.timeout(limits.seconds):
-            async for part in request.stream():
-                body += part
-                if len(body) > limits.body:
-                    raise too_long
-    except ClientDisconnect:
-        raise RefusedError(400, "client", "the client went away") from None
-    except TimeoutError:
-        raise RefusedError(408, "seconds", f"body: must arrive within {limits.seconds:g} seconds") from None
-    return bytes(body)
+class Server:
+    """Loaded models behind HTTP.
 
+    Args:
+        models: The models.
+        limits: How much is accepted.
+        hosts: The names that the server may be called by.
+        api_key: The key that requests must state; None for no key.
+        max_files: The number of files that the process may open.
+    """
 
-def find_sure(sure: float | str | None, served: Served) -> tuple[float | None, str]:
-    """How sure an answer must be, and after what one looks."""
-    if not isinstance(sure, str):
-        return sure, served.look
-    found = served.model.card.calibration
-    require(bool(found), "sure", sure, f"{served.name} is not calibrated; do that with raytraced calibrate")
-    return found["sure"], served.look if served.codec else found["look"]
+    def __init__(
+        self,
+        models: Sequence[Served],
+        limits: Limits | None = None,
+        hosts: Sequence[str] = LOOPBACK,
+        api_key: bytes | None = None,
+        max_files: int | None = None,
+    ) -> None:
+        self.engine = Engine(models, limits or Limits())
+        self.models, self.limits, self.traffic = self.engine.models, self.engine.limits, self.engine.traffic
+        self.page = FrontPage(models)
+        self.connections = Connections(self.limits, max_files)
+        self.api = FastAPI(
+            title="raytraced",
+            version=__version__,
+            lifespan=self.lifespan,
+            docs_url=None,  # their pages load scripts from elsewhere
+            redoc_url=None,
+            exception_handlers={
+                RequestValidationError: refuse_invalid,
+                HTTPException: refuse_http,
+                Exception: refuse_failed,
+            },
+        )
+        self.add_paths()
+        self.api.openapi = self.describe_api  # type: ignore[method-assign]  # FastAPI's way to change the document
+        Completions(self.engine).add_paths(self.api)
+        InferenceProtocol(self.engine).add_paths(self.api)
+        paths = [getattr(route, "path", "") for route in self.api.routes]
+        self.app = Gate(self.api, self.traffic, self.limits, paths, hosts, api_key)
 
+    def add_paths(self) -> None:
+        """Connect paths with methods."""
+        events: dict[str, Any] = {"text/event-stream": {}}
 
-async def refuse(request: Request, error: Exception) -> Response:
-    """Whatever went wrong, as a response."""
-    if isinstance(error, HTTPException):
-        path, allowed = request.url.path, (error.headers or {}).get("Allow")
-        rule, message = "path", f"{shown(path)}: there is no such path; /openapi.json names them all"
-        if allowed:
-            rule, message = "method", f"{request.method} {path}: must be {allowed}"
-        error = RefusedError(error.status_code, rule, message, error.headers)
-    return (error if isinstance(error, RefusedError) else RefusedError(*FAILED)).response()
+        def get(path: str, method: Any, summary: str, **options: Any) -> None:
+            self.api.add_api_route(path, method, summary=summary, response_model=None, **options)
 
+        def post(path: str, method: Any, summary: str, answer: dict[str, Any]) -> None:
+            responses = REFUSALS | {200: answer}
+            self.api.add_api_route(
+                path, method, methods=["POST"], summary=summary, response_model=None, responses=responses
+            )
 
-def front_page(models: Sequence[Served]) -> str:
-    """The page to explore the models with, those that can run in it; where there is none, a list of what there is."""
-    # rivals answer here, but do not run in a page
-    runnable = [(served.name, served.model) for served in models if why_unpackable(served.model) is None]
-    if runnable:
-        return make_page(runnable)
-    names = "".join(f"<li>{escape(served.name)}</li>" for served in models)
-    paths = "".join(f'<li><a href="{path}">{path}</a></li>' for path in ("/api/models", "/openapi.json", "/metrics"))
-    head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>raytraced</title><h1>raytraced</h1>'
-    return f"{head}<p>Models:</p><ul>{names}</ul><p>Paths:</p><ul>{paths}</ul></html>"
+        get("/", self.show_page, "A page in which the models run", response_class=FileResponse)
+        get("/healthz", self.live, "Whether the process is alive")
+        get("/readyz", self.ready, "Whether requests are accepted")
+        get("/metrics", self.metrics, "Counts and times for Prometheus")
+        get("/api/models", self.list_models, "The models, and what they take")
+        post("/api/predict", self.predict, "AnswerList to images, or to a text", {"model": AnswerList})
+        post("/api/upload", self.upload, "AnswerList to image files in a form", {"model": AnswerList})
+        post("/api/stream", self.stream, "An event per exit", {"model": Answer, "content": events})
+        post("/api/generate", self.generate, "An event per token", {"model": Token, "content": events})
+
+    def describe_api(self) -> dict[str, Any]:
+        """The OpenAPI document, in which the field `model` lists the models."""
+        if self.api.openapi_schema is None:
+            document = get_openapi(title=self.api.title, version=self.api.version, routes=self.api.routes)
+            document["components"]["schemas"] |= protocol_schemas()
+            for schema in document["components"]["schemas"].values():
+                kinds = schema.get("properties", {}).get("model", {}).get("anyOf", ())
+                for kind in kinds:
+                    if kind["type"] == "string":
+                        kind["enum"] = [served.name for served in self.models]
+            self.api.openapi_schema = document
+        return self.api.openapi_schema
+
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        """Start what runs beside requests, and end it after the last."""
+        asyncio.get_running_loop().set_exception_handler(self.connections.report)
+        self.engine.decoders.start()
+        tasks = [asyncio.create_task(self.engine.worker.work()), asyncio.create_task(self.connections.watch())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.engine.decoders.end()
+            self.page.end()
+
+    def uvicorn_config(self, grace: int | None = None) -> uvicorn.Config:
+        """The settings of the HTTP server; `grace` is how many seconds it waits for requests in progress at its end."""
+        return uvicorn.Config(
+            self.app,
+            http=self.connections.protocol,  # type: ignore[arg-type]  # called as the class would be
+            loop="asyncio",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=grace,
+        )
+
+    async def read_inputs(self, body: StreamRequest) -> tuple[Served, list[Tensor]]:
+        """The model of a request, and its inputs (1, …)."""
+        served = choose_model(body.model, body.text is not None, self.models)
+        if body.text is not None:
+            return served, [tensor([encode_text("text", body.text, served)])]
+        images = {"image": body.image} if body.image is not None else {}
+        if isinstance(body, PredictRequest) and body.images is not None:
+            images = {f"images[{number}]": image for number, image in enumerate(body.images)}
+        return served, await read_images(images, served, self.engine.decoders)
+
+    async def collect(self, arrived: float, inputs: list[Tensor], trace: bool, **options: Any) -> Response:
+        """The last answer to each input, with those before it for a trace."""
+        steps = [list[AnswerFields]() for _ in inputs]
+        async for number, answer in self.engine.answers(arrived, inputs, all_exits=trace, **options):
+            steps[number].append(answer)
+        answers = [of_input[-1] for of_input in steps]
+        if trace:
+            for answer, of_input in zip(answers, steps, strict=True):
+                answer["trace"] = [
+                    {name: value for name, value in step.items() if name not in ("stop", "trace")} for step in of_input
+                ]
+        return json_response({"model": options["served"].name, "answers": answers})
+
+    async def predict(self, request: Request, body: PredictRequest) -> Response:
+        served, inputs = await self.read_inputs(body)
+        options = self.engine.classify_options(body, served)
+        return await self.collect(request.scope["arrived"], inputs, body.trace, **options)
+
+    async def upload(self, request: Request, body: Annotated[UploadRequest, Form()]) -> Response:
+        served = choose_model(body.model, False, self.models)
+        options = self.engine.classify_options(body, served)
+        files = {f"files[{number}]": await file.read() for number, file in enumerate(body.files)}
+        inputs = await self.engine.decoders.decode(files, served.image_shape)
+        return await self.collect(request.scope["arrived"], inputs, body.trace, **options)
+
+    async def stream(self, request: Request, body: StreamRequest) -> Response:
+        served, inputs = await self.read_inputs(body)
+        options = self.engine.classify_options(body, served, stream=True)
+        return await self.send_events(request.scope["arrived"], inputs, all_exits=True, **options)
+
+    async def generate(self, request: Request, body: GenerateRequest) -> Response:
+        served = choose_model(body.model, True, self.models)
+        inputs = [tensor([encode_text("text", body.text, served)])]
+        options = self.engine.query_options(body, served, max_ms=None)  # all models can stop between two tokens
+        sampling = Sampling(min(body.length, self.limits.tokens), body.temperature, body.top_p)
+        return await self.send_events(request.scope["arrived"], inputs, sampling=sampling, **options)
+
+    async def send_events(self, arrived: float, inputs: list[Tensor], **options: Any) -> Response:
+        """AnswerList as server-sent events; a refusal before the first one is an ordinary response."""
+        answers = self.engine.answers(arrived, inputs, **options)
+        first = await anext(answers)
+
+        async def events() -> AsyncIterator[bytes]:
+            yield b"data: " + to_json(first[1]) + b"\n\n"
+            try:
+                async for _, answer in answers:
+                    yield b"data: " + to_json(answer) + b"\n\n"
+            except RefusedError as error:
+                content = {"error": {"rule": error.rule, "message": error.message}}
+                yield b"event: error\ndata: " + to_json(content) + b"\n\n"
+            finally:
+                await answers.aclose()
+
+        return StreamingResponse(events(), headers=EVENTS)
+
+    async def list_models(self) -> Response:
+        return json_response({"models": [served.description() for served in self.models]})
+
+    async def live(self) -> Response:
+        return json_response({"status": "alive", "in_progress": self.traffic.in_progress})
+
+    async def ready(self) -> Response:
+        if self.traffic.shutting_down:
+            raise RefusedError(503, "shutting_down", "the server is shutting down and accepts no new requests")
+        return json_response({"status": "ready"})
+
+    async def metrics(self) -> Response:
+        return Response(self.traffic.metrics.exposition(), media_type="text/plain; version=1.0.0")
+
+    async def show_page(self, request: Request) -> Response:
+        compressed = "gzip" in request.headers.get("accept-encoding", "").lower()
+        headers = {"Content-Security-Policy": POLICY, "Vary": "Accept-Encoding"}
+        if compressed:
+            headers["Content-Encoding"] = "gzip"
+        return FileResponse(await self.page.file(compressed), headers=headers, media_type="text/html; charset=utf-8")

@@ -1,7 +1,7 @@
-"""What computes: always the most urgent step next, rows that may share a call in one call.
+"""The loop that computes: the most urgent step is always next, and rows that may share a call share it.
 
-Steps run between the server's other doings, in its one thread: models whose steps take less time than two threads take to
-change places are the common ones here, and a step that takes longer keeps nobody waiting who does not wait for steps.
+Steps run in the event loop's own thread: for models of this size a change of threads takes longer than a step. A step that
+takes long delays requests that wait for steps anyway.
 """
 
 import asyncio
@@ -16,43 +16,49 @@ from typing import Any
 
 import torch
 
-from raytraced.serve.answering import Asked, Delivery, answer
+from raytraced.serve.answering import Delivery, Query, answer_queries
+from raytraced.serve.generation import NotFiniteError
 from raytraced.serve.metrics import Metrics
 
 SENDING = 0.001  # seconds before a deadline at which an answer should leave
-TURN = 0.01  # seconds of steps, at most, then those who arrive and leave have theirs
-PASSES = 5  # of the event loop, that a request takes until it waits here, or an answer until it has left
+TURN = 0.01  # at most so many seconds of steps, then requests arrive and answers leave
+PASSES = 5  # passes of the event loop that a request takes to get here, or an answer to leave
 
 
 @dataclass(eq=False)
 class Job:
-    """Rows that are answered together, and the steps that are left."""
+    """Queries that are answered together, and the steps that remain."""
 
-    asked: list[Asked]
+    queries: list[Query]
     steps: Iterator[list[Delivery]]
 
     @property
-    def urgent(self) -> float:
-        return min(one.urgent for one in self.asked)
+    def due(self) -> float:
+        """When the first of its queries is due."""
+        return min(query.due for query in self.queries)
 
 
 class Worker:
-    """Takes rows, computes, and hands out and counts what each step gave."""
+    """Takes queries, computes, and delivers and counts what each step gives.
+
+    Args:
+        metrics: Where answers are counted.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
-        self.waiting: dict[tuple[Any, ...], list[tuple[float, int, Asked]]] = {}  # by key, the most urgent first
-        self.going: list[Job] = []
+        self.waiting: dict[tuple[Any, ...], list[tuple[float, int, Query]]] = {}  # by key, the most urgent first
+        self.running: list[Job] = []
         self.number, self.submitted = itertools.count(), asyncio.Event()
 
-    def submit(self, asked: list[Asked]) -> None:
-        """Let rows wait for their turn."""
-        for one in asked:
-            heapq.heappush(self.waiting.setdefault(one.key, []), (one.urgent, next(self.number), one))
+    def submit(self, queries: list[Query]) -> None:
+        """Queue queries."""
+        for query in queries:
+            heapq.heappush(self.waiting.setdefault(query.key, []), (query.due, next(self.number), query))
         self.submitted.set()
 
     async def work(self) -> None:
-        """Step after step; between two turns requests arrive and answers leave."""
+        """Compute step after step; between two turns requests arrive and answers leave."""
         while True:
             until = perf_counter() + TURN
             while (job := self.take()) is not None:
@@ -62,62 +68,64 @@ class Worker:
                 self.submitted.clear()
                 await self.submitted.wait()
                 continue
-            for _ in range(PASSES):  # with steps between them each would cost a deadline a whole turn
+            for _ in range(PASSES):  # a step between any two of them would delay each request by all of the steps
                 await asyncio.sleep(0)
 
     def take(self) -> Job | None:
-        """The most urgent job: one that is going, or one made of rows that wait."""
+        """The most urgent job: a running one, or a new one of waiting queries."""
         while True:
             key = min(self.waiting, key=lambda key: self.waiting[key][0][0], default=None)
-            job = min(self.going, key=lambda job: job.urgent, default=None)
-            if job is not None and (key is None or job.urgent <= self.waiting[key][0][0]):
-                self.going.remove(job)
+            job = min(self.running, key=lambda job: job.due, default=None)
+            if job is not None and (key is None or job.due <= self.waiting[key][0][0]):
+                self.running.remove(job)
                 return job
             if key is None:
                 return None
-            if rows := self.next_rows(key):
-                return Job(rows, answer(rows))
+            if queries := self.next_queries(key):
+                return Job(queries, answer_queries(queries))
 
-    def next_rows(self, key: tuple[Any, ...]) -> list[Asked]:
-        """As many rows of a key as one call takes, without those that nobody waits for."""
-        rows, heap = list[Asked](), self.waiting[key]
-        while heap and len(rows) < heap[0][2].num_rows:
-            one = heapq.heappop(heap)[2]
-            if not one.gone:
-                rows.append(one)
+    def next_queries(self, key: tuple[Any, ...]) -> list[Query]:
+        """As many queries of a key as one call takes, without those that were cancelled."""
+        queries, heap = list[Query](), self.waiting[key]
+        while heap and len(queries) < heap[0][2].num_rows:
+            query = heapq.heappop(heap)[2]
+            if not query.cancelled:
+                queries.append(query)
         if not heap:
             del self.waiting[key]
-        return rows
+        return queries
 
     @torch.inference_mode()
     def step(self, job: Job) -> bool:
-        """One step of a job, and whether it gave anything to send; an error ends all of its rows, and no others."""
+        """One step of a job, and whether it gave anything to send; an error ends the job's queries, and no others."""
         try:
             delivered = next(job.steps, None)
+        except NotFiniteError as error:
+            self.deliver([(query, error, True) for query in job.queries])
+            return True
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
-            self.deliver([(one, error, True) for one in job.asked])
+            self.deliver([(query, error, True) for query in job.queries])
             return True
         if delivered is None:
             return False
-        self.metrics.observe("raytraced_batch_rows", len(job.asked))
+        self.metrics.batch_rows.observe(len(job.queries))
         self.deliver(delivered)
-        done = {id(one) for one, _, last in delivered if last}
-        job.asked = [one for one in job.asked if id(one) not in done and not one.gone]
-        if job.asked:
-            self.going.append(job)
+        done = {id(query) for query, _, last in delivered if last}
+        job.queries = [query for query in job.queries if id(query) not in done and not query.cancelled]
+        if job.queries:
+            self.running.append(job)
         return bool(delivered)
 
     def deliver(self, delivered: list[Delivery]) -> None:
-        """What a step gave, to those who asked."""
+        """Hand out what a step gave."""
         for delivery in delivered:
-            asked, told, last = delivery
-            if last and isinstance(told, dict):
-                name = asked.served.name
-                self.metrics.add("raytraced_answers_total", model=name, stop=told["stop"])
-                self.metrics.add("raytraced_experts_total", told["experts"], model=name)
-                self.metrics.add("raytraced_multiply_adds_total", told.get("multiply_adds", 0), model=name)
-                if asked.deadline is not None:
-                    late = max(0.0, perf_counter() - asked.deadline - SENDING)
-                    self.metrics.observe("raytraced_overshoot_seconds", late)
-            asked.deliver(delivery)
+            query, answer, last = delivery
+            if last and isinstance(answer, dict):
+                name = query.served.name
+                self.metrics.answers.labels(name, answer["stop"]).inc()
+                self.metrics.experts.labels(name).inc(answer["experts"])
+                self.metrics.macs.labels(name).inc(answer.get("macs", 0))
+                if query.deadline is not None:
+                    self.metrics.late_seconds.observe(max(0.0, perf_counter() - query.deadline - SENDING))
+            query.deliver(delivery)

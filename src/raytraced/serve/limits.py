@@ -1,54 +1,68 @@
-"""What the server takes, and how it says no."""
+"""How much a server accepts, and how it refuses a request."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from starlette.responses import Response
+from starlette.exceptions import HTTPException
 
-CLOSED = {"Connection": "close"}  # what is left of a body that is not wanted would have to be read
-HEADERS = dict.fromkeys((403, 408, 413), CLOSED) | dict.fromkeys((429, 503), CLOSED | {"Retry-After": "1"})
+CLOSE = {"Connection": "close"}  # the rest of an unread body would have to be received otherwise
+HEADERS = (
+    dict.fromkeys((403, 408, 413), CLOSE)
+    | dict.fromkeys((429, 503), CLOSE | {"Retry-After": "1"})
+    | {401: CLOSE | {"WWW-Authenticate": "Bearer"}}
+)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The most of everything that one server takes on."""
+    """The most of everything that one server accepts."""
 
     body: int = 2_000_000
-    """bytes of a request"""
-    batch: int = 256
-    """images of a request"""
+    """bytes of a request's body"""
     pixels: int = 1 << 24
-    """pixels that the image files of a request hold, all together"""
-    text: int = 65_536
-    """characters of a text"""
+    """pixels of all image files of a request together"""
+    scans: int = 100
+    """scans of a progressive JPEG file; cameras and editors write about ten"""
+    decode_seconds: float = 3.0
+    """seconds to decode the image files of a request"""
+    decoders: int = 2
+    """processes that decode image files"""
     tokens: int = 4096
-    """tokens that one request may have generated"""
-    under_way: int = 128
-    """requests that are read, answered or streamed at a time"""
-    seconds: float = 10.0
-    """that a request may take to arrive"""
+    """tokens that one request may generate"""
+    in_progress: int = 128
+    """requests that are computed or streamed at the same time"""
+    bodies_per_address: int = 32
+    """bodies that arrive from one client address at the same time; the oldest is ended to make room"""
+    bodies: int = 256
+    """bodies that arrive at the same time; the oldest is ended to make room"""
+    body_seconds: float = 10.0
+    """seconds for a body to arrive"""
+    head_seconds: float = 10.0
+    """seconds for a request's head to arrive"""
+    write_seconds: float = 20.0
+    """seconds without progress after which a client that does not read is disconnected"""
+    connections: int = 512
+    """open connections; the one that has waited longest for a request is closed to make room"""
+    connections_per_address: int = 256
+    """open connections of one client address"""
 
 
-class RefusedError(Exception):
-    """A request that is not answered: its HTTP status, the rule that it breaks, and a sentence."""
+class RefusedError(HTTPException):
+    """A request that is not answered: its HTTP status, the rule that it breaks, and one line that says why.
+
+    Args:
+        status: The HTTP status.
+        rule: A short name of the rule, for programs.
+        message: What was wrong, its value, the rule and the remedy, for people.
+        headers: Further headers of the response.
+    """
 
     def __init__(self, status: int, rule: str, message: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.status, self.content = status, {"error": {"rule": rule, "message": message}}
-        self.headers = {**(headers or {}), **HEADERS.get(status, {})}
-
-    def response(self) -> Response:
-        return send_json(self.content, self.status, self.headers)
+        super().__init__(status, message, {**(headers or {}), **HEADERS.get(status, {})})
+        self.rule, self.message = rule, message
 
 
-def send_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    # Only ASCII: a message may quote half a surrogate pair, which no encoding has.
-    return Response(json.dumps(value).encode(), status, headers, "application/json")
-
-
-def shown(value: object) -> str:
-    """A value in a message: its beginning."""
+def shorten(value: object) -> str:
+    """The beginning of a value, for a message."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"

@@ -1,14 +1,14 @@
-"""A user's own files: where a path leads, and what a folder holds."""
+"""Paths that a user gives: where one leads, and what a folder holds."""
 
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from raytraced.words import did_you_mean
+from raytraced.errors import did_you_mean
 
 
 def own_path(name: str, known: Iterable[str]) -> Path:
-    """A file or folder from the root on, so that "." has a name; refuses what is not there, with what was probably meant."""
+    """The absolute path of a file or folder, so that "." has a name; refuses one that does not exist."""
     path = Path(os.path.abspath(Path(name).expanduser()))
     if not path.exists():
         meant = did_you_mean(name, known)
@@ -17,8 +17,8 @@ def own_path(name: str, known: Iterable[str]) -> Path:
 
 
 def visible(folder: Path, below: bool = False) -> list[Path]:
-    """What is in a folder, or all `below` it, and not hidden, in an order that no file system decides."""
-    # not by glob, which hides what may not be read
+    """The files and folders in a folder, or everything `below` it, that are not hidden, sorted by name."""
+    # Not by glob, which ignores folders that may not be read.
     found = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     if not below:
         return found

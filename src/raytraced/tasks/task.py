@@ -1,7 +1,7 @@
-"""What a task is: the only one who knows what inputs and targets are, how answers are judged, and which model is better.
+"""What a task is: what inputs and targets are, how answers are evaluated, and which model is better.
 
-Training, evaluation, progress, tables and cost know tasks by this file alone. n samples of a split, B of a batch, T targets of
-a sample (images have one, texts many), L layers, N experts a layer.
+Training, evaluation, progress, tables and cost use tasks through this file alone. Axes: n samples of a split, B samples of a
+batch, T targets of a sample (images have one, texts many), L layers, N experts per layer.
 """
 
 from abc import ABC, abstractmethod
@@ -13,34 +13,44 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from raytraced.errors import did_you_mean, fits, require, type_words
 from raytraced.models.output import Model
-from raytraced.models.table import build, find_model, model_names
-from raytraced.words import did_you_mean, fits, require, type_words
+from raytraced.models.registry import build, find_model, model_names
 
 S = TypeVar("S", bound=Sized)
+SMALLEST_BATCH, LARGEST_BATCH, LEAST_STEPS = 8, 256, 16  # where the batch size follows from the number of samples
 
 
 class Batch(NamedTuple):
-    """Inputs and targets of one process's share of a global batch."""
+    """Inputs and targets of one process's part of a global batch."""
 
     inputs: Tensor  # (B, …)
     targets: Tensor  # (B,) or (B, T)
-    rows: Tensor  # (B,): positions in the global batch; what a sample draws follows from them
-    mask: Tensor | None = None  # like targets, False where there is padding; None: nowhere
-    sizes: Tensor | None = None  # like targets, where they stand for more than one: a token for its bytes
+    rows: Tensor  # (B,): positions in the global batch, which decide what a sample draws
+    mask: Tensor | None = None  # like targets, False for padding; None: no padding
+    sizes: Tensor | None = None  # like targets: the size of each, such as the bytes of a token; None: 1
 
     @property
     def num_targets(self) -> Tensor | int:
-        """How many targets there are, padding left out."""
+        """Number of targets without padding."""
         return self.targets.numel() if self.mask is None else self.mask.sum()
 
 
 @dataclass(repr=False, eq=False)
 class Loader(ABC, Generic[S]):
-    """Batches of a split on one device, a pure function of the seed and the epoch; `batch_size` is that of all ranks together.
+    """Batches of a split on one device, a pure function of the seed and the epoch.
 
-    Rank r of W takes its contiguous slice of every global batch, so that any W sees the same global batches; the last
-    batch of an epoch may be smaller, and a rank's slice of it empty.
+    Rank r of W takes its contiguous slice of every global batch, so that the global batches do not depend on W. The last
+    batch of an epoch may be smaller, and a rank's slice of it may be empty.
+
+    Args:
+        split: The samples.
+        batch_size: Samples per global batch, over all ranks together.
+        seed: Of the order.
+        shuffle: Whether epochs differ in their order; otherwise samples come in the order of the split.
+        rank: Number of this process.
+        world_size: Number of processes.
+        device: Where batches are made.
     """
 
     split: S
@@ -61,32 +71,47 @@ class Loader(ABC, Generic[S]):
 
     @property
     def num_samples(self) -> int:
-        """How many samples an epoch takes."""
+        """Number of samples per epoch."""
         return len(self.split)
 
     def __len__(self) -> int:
-        """How many batches an epoch has, the same on every rank."""
+        """Number of batches per epoch, the same on every rank."""
         return -(-self.num_samples // self.batch_size)
 
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from `start_batch` on, exactly those that a whole epoch would have given."""
+        """Iterate over the batches of an epoch.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            start_batch: Number of the first batch; the batches are those of the whole epoch from there.
+
+        Returns:
+            This rank's slice of each batch.
+        """
         require(epoch >= 0, "epoch", epoch, "must be at least 0")
         require(0 <= start_batch <= len(self), "start_batch", start_batch, f"an epoch has {len(self)} batches")
         return self.batches(epoch, range(start_batch, len(self)))
 
     @abstractmethod
     def batches(self, epoch: int, numbers: range) -> Iterator[Batch]:
-        """This rank's slices of some batches of an epoch, by their numbers."""
+        """This rank's slices of the batches of an epoch with these numbers."""
 
     def rows(self, number: int) -> slice:
-        """The rows of a global batch that are this rank's."""
+        """This rank's rows of a global batch."""
         size = min(self.batch_size, self.num_samples - number * self.batch_size)
         return slice(*(size * rank // self.world_size for rank in (self.rank, self.rank + 1)))
 
 
 @dataclass(frozen=True)
 class Data(Generic[S]):
-    """A data set: its name and its splits, each of which has a length."""
+    """A data set.
+
+    Args:
+        name: Its name.
+        train: Samples to train on; a split has a length.
+        validation: Samples to choose the best epoch by.
+        test: Samples for the final figures.
+    """
 
     name: str
     train: S
@@ -103,36 +128,47 @@ D = TypeVar("D", bound=Data[Any])
 
 
 class Tally(NamedTuple):
-    """Answers to a whole split, sample by sample: sums over the targets of each."""
+    """The answers to a whole split: sums over the targets of each sample."""
 
-    columns: dict[str, Tensor]  # (n,) each: "loss", "experts", "targets", the costs, and the task's own
+    columns: dict[str, Tensor]  # (n,) each: "loss", "experts", "targets", the costs, and those of the task
     load: Tensor | None = None  # (groups, L, N): how many targets of each group activated each expert
 
 
 class Task(ABC, Generic[D]):
-    """A kind of data, how a model for it is built, and how its answers are judged."""
+    """A kind of data: how it is loaded, how a model for it is built, and how answers are evaluated."""
 
     name: ClassVar[str]
     better: ClassVar[str]
-    """the figure by which the best epoch is chosen"""
+    """name of the figure by which the best epoch is chosen"""
     higher: ClassVar[bool] = True
-    """whether more of it is better"""
+    """whether a higher figure is better"""
     family: ClassVar[str | None] = None
-    """of its models (see models/table.py), where they are all of one"""
+    """family of its models (see models/registry.py); None: any"""
     measured: ClassVar[tuple[str, ...]] = ()
-    """the entries of its spec that are figures of the data: more data of the same kind may change them"""
+    """names in its spec that are measured from the data: more data of the same kind may change them"""
     options: ClassVar[dict[str, Any]] = {}
-    """--data_options, and the type of each"""
+    """names of --data_options and their types"""
+    sample_name: ClassVar[str] = "samples"
+    """what the samples of a split are called in tables"""
     formats: ClassVar[dict[str, str]]
-    """the figures that progress and tables show, and how each is written"""
+    """names of the figures that progress and tables show, and their formats"""
 
     @abstractmethod
     def load(self, data: str, root: str | None = None, **options: Any) -> D:
-        """A data set by its name or path, options are --data_options; refuses what nothing can be learnt from, in one line."""
+        """Load a data set; refuses in one line what cannot be learnt from.
 
-    def check_options(self, given: dict[str, Any]) -> None:
-        """Refuse --data_options that there are not, or of another type."""
-        for name, value in given.items():
+        Args:
+            data: Name or path.
+            root: The cache folder.
+            options: --data_options.
+
+        Returns:
+            The data set.
+        """
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        """Refuse --data_options with an unknown name or of the wrong type."""
+        for name, value in options.items():
             if name not in self.options:
                 known, plural = did_you_mean(name, self.options), f"{self.name.removesuffix('s')}s"
                 raise ValueError(f"data option {name}: {plural} have no such option; {known}")
@@ -141,14 +177,66 @@ class Task(ABC, Generic[D]):
 
     @abstractmethod
     def loader(self, data: D, split: str, batch_size: int, options: dict[str, Any], **place: Any) -> Loader[Any]:
-        """The batches of a split ("train", "validation", "test"); place: seed, shuffle, rank, world_size, device."""
+        """Make the batches of a split.
+
+        Args:
+            data: The data set.
+            split: "train", "validation" or "test".
+            batch_size: Samples per global batch.
+            options: --data_options.
+            place: seed, shuffle, rank, world_size and device of `Loader`.
+
+        Returns:
+            The loader.
+        """
+
+    def choose_batch_size(self, data: D) -> int:
+        """Choose the batch size of training on custom data where the user did not.
+
+        Args:
+            data: The loaded data set.
+
+        Returns:
+            The largest power of two from 8 to 256 with which an epoch has at least 16 steps.
+        """
+        size = LARGEST_BATCH
+        while size > SMALLEST_BATCH and len(data.train) < LEAST_STEPS * size:
+            size //= 2
+        return size
 
     @abstractmethod
     def spec(self, data: D) -> dict[str, Any]:
-        """What `build` must know of a data set to make a model for it; also what a saved model's card holds of it."""
+        """Describe a data set for `build`; a saved model's card holds the description.
+
+        Args:
+            data: A loaded data set.
+
+        Returns:
+            Arguments of models, as plain JSON values.
+        """
+
+    def fingerprint(self, data: D) -> dict[str, Any]:
+        """Figures that differ when the data set differs, beyond its spec; a resumed run compares them.
+
+        Args:
+            data: A loaded data set.
+
+        Returns:
+            Names and plain JSON values; empty where the spec is enough.
+        """
+        return {}
 
     def build(self, model: str, data: D, options: dict[str, Any]) -> Model:
-        """The named model for this data, with fresh weights."""
+        """Build a model for a data set.
+
+        Args:
+            model: Name of the model.
+            data: The data set.
+            options: Options of the model.
+
+        Returns:
+            The model with fresh weights.
+        """
         self.check_model(model)
         spec = self.spec(data)
         if taken := [name for name in options if name in spec or name in self.options]:
@@ -165,76 +253,126 @@ class Task(ABC, Generic[D]):
             meant = f"; did you mean {own}?" if own in model_names(own) else ""
             raise ValueError(f"model={model}: is not for data of the task {self.name}{meant}")
 
-    def load_for(self, model: Model, data: str, root: str | None = None) -> D:
-        """A data set in the form that a trained model takes; refuses one that it was not made for, in one line."""
+    def load_for(self, model: Model, data: str, root: str | None = None, **options: Any) -> D:
+        """Load a data set in the form that a trained model takes; refuses one that does not fit the model.
+
+        Args:
+            model: The trained model, whose card holds the options of its data.
+            data: Name or path of a data set.
+            root: The cache folder.
+            options: --data_options that differ from those of training, such as skip_bad.
+
+        Returns:
+            The data set.
+        """
         trained = model.card.training.get("data_options", {})
-        loaded = self.load(data, root, **trained | self.form(model.card.spec))
+        self.check_options(trained)
+        loaded = self.load(data, root, **trained | self.form(model.card.spec) | options)
         self.check_fits(model, loaded)
         return loaded
 
     def form(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """The options of data for a model with this spec, whatever it was trained with."""
+        """The --data_options that a model with this spec needs, in place of those of its training."""
         return {}
 
     @abstractmethod
     def check_fits(self, model: Model, data: D) -> None:
-        """Refuse data that a trained model was not made for, in one line."""
+        """Refuse data that does not fit a trained model, in one line."""
 
     @abstractmethod
-    def each(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
-        """The loss of each target, (B,) or (B, T), 0 for padding."""
+    def target_losses(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        """Compute the loss of each target.
 
-    def each_of(self, answers: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
-        """The same of several answers (K, ...) to one batch."""
-        return torch.stack([self.each(logits, batch, smoothing) for logits in answers])
+        Args:
+            logits: (B, Y) or (B, T, Y).
+            batch: The targets.
+            smoothing: Label smoothing.
 
-    def loss(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        Returns:
+            (B,) or (B, T), 0 for padding.
+        """
+
+    def exit_target_losses(self, answers: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        """The loss of each target for K answers (K, …) to one batch: (K, B) or (K, B, T)."""
+        return torch.stack([self.target_losses(logits, batch, smoothing) for logits in answers])
+
+    def total_loss(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """The loss summed over all targets of a batch."""
-        return self.each(logits, batch, smoothing).sum()
+        return self.target_losses(logits, batch, smoothing).sum()
 
-    def losses(self, logits: Tensor, batch: Batch) -> Tensor:
+    def sample_losses(self, logits: Tensor, batch: Batch) -> Tensor:
         """The loss of each sample (B,), the mean over its targets."""
-        each = self.each(logits, batch)
-        if each.ndim == 1:
-            return each
-        return each.sum(-1) / (each.shape[1] if batch.mask is None else batch.mask.sum(-1))
+        losses = self.target_losses(logits, batch)
+        if losses.ndim == 1:
+            return losses
+        return losses.sum(-1) / (losses.shape[1] if batch.mask is None else batch.mask.sum(-1))
 
     @abstractmethod
     def sums(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """What is counted in training besides the loss, summed over the targets of a batch."""
+        """Sums over the targets of a batch that training counts besides the loss, scalars by name."""
 
     @abstractmethod
     def means(self, sums: dict[str, float], num_targets: float) -> dict[str, float]:
-        """Figures from those sums, and from the sum of the loss ("loss")."""
+        """The task's figures from those sums and from the sum of the loss ("loss")."""
 
     @abstractmethod
     def columns(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """What evaluation notes of each sample besides loss and cost, (B,) each: sums over its targets."""
+        """Sums over the targets of each sample (B,) that evaluation needs besides loss and cost, by name."""
 
     def groups(self, batch: Batch) -> Tensor:
-        """A number for each target, like targets: experts' loads are counted for each group; here one for all."""
+        """The number of each target's group, like targets; the load of experts is counted per group. Here: one group."""
         return torch.zeros_like(batch.targets, dtype=torch.int64)
 
     def num_groups(self, data: D) -> int:
-        """How many groups there are."""
+        """Number of groups."""
         return 1
 
     @abstractmethod
     def figures(self, data: D, split: str, tallies: Sequence[Tally]) -> dict[str, Any]:
-        """All figures of a split; of models that answer along the way there is a tally for each number of experts, 0, 1, …"""
+        """Compute all figures of a split.
+
+        Args:
+            data: The data set.
+            split: The split that was evaluated.
+            tallies: One, or for models that answer along the way one per number of experts, 0, 1, …
+
+        Returns:
+            Names and figures, as plain JSON values.
+        """
 
     def group_rows(self, data: D, result: Any) -> list[dict[str, Any]]:
-        """A table of an evaluation's figures by group, a row each; none where there is one group only."""
+        """The figures of an evaluation by group, one row each; none where there is one group only."""
         return []
 
     def draw(self, model: Model, data: D, folder: Path) -> None:
-        """Pictures of how a trained model goes about some test data."""
+        """Draw pictures of what a trained model does with some test data.
+
+        Args:
+            model: The trained model, on the CPU.
+            data: The data set.
+            folder: The folder to write PNG files into.
+        """
 
     def predict(
-        self, model: Model, paths: Sequence[str], top: int, asked: dict[str, Any], picture: Path | None
+        self,
+        model: Model,
+        paths: Sequence[str],
+        top: int,
+        options: dict[str, Any],
+        picture: Path | None,
+        skip_bad: bool = False,
     ) -> list[dict[str, Any]]:
-        """What a model says of files or folders: a row each of `top` answers, under the names that a table shows.
+        """Answer for files.
 
-        `asked` are the model's options max_experts and sure. `picture` is a PNG file to draw the paths of the first into.
+        Args:
+            model: A trained model.
+            paths: Files, or folders of files.
+            top: Number of answers per file, the most likely first.
+            options: The model's options max_experts and confidence.
+            picture: A PNG file to draw the activation sequences of the first files into; None draws nothing.
+            skip_bad: Leave out files that cannot be read, instead of refusing all.
+
+        Returns:
+            One row per file, in the order of the paths, under the titles that a table shows.
         """
         raise ValueError(f"{model.name}: cannot predict files")

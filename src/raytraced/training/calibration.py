@@ -1,107 +1,185 @@
-"""How sure is sure enough: the probability at which a model may stop, found on validation data.
+"""Calibration of early exit: the confidence threshold at which a model may stop, found on validation data.
 
-Axes: n samples, S looks (after no layer, after the first, …).
+Axes: n samples, S exits (after no layer, after the first, …).
 """
 
+from math import ceil, sqrt
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from raytraced.cost import sample_cost
-from raytraced.models.output import LookAt, Model
-from raytraced.models.sure import answers_until_sure
-from raytraced.tasks.task import Data, Task
-from raytraced.words import require
+from raytraced.data.sources import say
+from raytraced.early_exit import ExitEvery, ExitPolicy, answers
+from raytraced.errors import require
+from raytraced.models.output import Model, Output
+from raytraced.tasks.task import Batch, Data, Task
 
-# From hardly sure to as good as certain, in steps that halve the doubt that is left every three.
+# From 0.2 to almost 1, in steps that halve the distance to 1 every three.
 CANDIDATES = [1 - 0.8 * 2 ** (-step / 3) for step in range(45)]
+QUANTILE = 1.96  # of the normal distribution: intervals hold 95 %
+COLUMNS = ("accuracy", "experts", "macs")
 
 
-class Looked(NamedTuple):
-    """What every sample would get if it stopped at each look (n, S)."""
+class ExitTable(NamedTuple):
+    """What every sample would get at each exit, and without any."""
 
-    confidence: Tensor
-    correct: Tensor
-    experts: Tensor
-    macs: Tensor  # the output layer of every look included
-    fixed_macs: Tensor  # had nobody looked before
+    confidence: Tensor  # (n, S)
+    correct: Tensor  # (n, S)
+    experts: Tensor  # (n, S), experts that ran, re-runs included
+    macs: Tensor  # (n, S), the output layer of every exit included
+    fixed_macs: Tensor  # (n, S), with the output layer of this exit alone
+    whole: Tensor  # (n, 3): correct, experts and macs of the model's answer without early exit
+    num_classes: int
 
-    def stop(self, sure: float) -> dict[str, float]:
-        """What stopping at the first look that is sure enough gives, as means."""
-        look_n1 = first_sure(self.confidence, sure)[:, None]
-        columns = {"accuracy": self.correct, "experts": self.experts, "macs": self.macs}
-        return {name: float(column_nS.gather(1, look_n1).mean()) for name, column_nS in columns.items()}
+    def stop(self, threshold: float) -> dict[str, float]:
+        """Means over the samples where each stops at its first exit that reaches the threshold."""
+        exit_n1 = first_confident_exit(self.confidence, threshold)[:, None]
+        figures = (self.correct, self.experts, self.macs)
+        means = (float(figure_nS.gather(1, exit_n1).mean()) for figure_nS in figures)
+        return dict(zip(COLUMNS, means, strict=True))
 
-    def looks(self) -> list[dict[str, float]]:
-        """What it gives that everyone stops at the first look, at the second, …, without one before."""
-        columns = {"accuracy": self.correct, "experts": self.experts, "macs": self.fixed_macs}
-        means = {name: column_nS.mean(0).tolist() for name, column_nS in columns.items()}
-        return [dict(zip(means, row, strict=True)) for row in zip(*means.values(), strict=True)]
+    def exits(self) -> list[dict[str, float]]:
+        """For each exit the means over the samples if all of them stop there."""
+        means = [figure_nS.mean(0).tolist() for figure_nS in (self.correct, self.experts, self.fixed_macs)]
+        return [dict(zip(COLUMNS, row, strict=True)) for row in zip(*means, strict=True)]
 
-    def by_runs(self, sure: float) -> dict[str, tuple[int, int]]:
-        """By the number of experts that ran until an answer was sure: images, and how many of them are right."""
-        look_n1 = first_sure(self.confidence, sure)[:, None]
-        runs_n, correct_n = (column.gather(1, look_n1)[:, 0] for column in (self.experts, self.correct))
+    def by_runs(self, threshold: float) -> dict[str, tuple[int, int]]:
+        """For each number of experts that ran until the threshold was reached: samples, and correct ones."""
+        exit_n1 = first_confident_exit(self.confidence, threshold)[:, None]
+        runs_n, correct_n = (column.gather(1, exit_n1)[:, 0] for column in (self.experts, self.correct))
         return {
             f"{num:g}": (int((runs_n == num).sum()), int(correct_n[runs_n == num].sum()))
             for num in runs_n.unique().tolist()
         }
 
+    def interval(self, threshold: float) -> tuple[float, float]:
+        """A 95 % interval of the points of accuracy that early exit loses, from this sample of the data.
+
+        Agresti and Min's interval for paired answers: half a sample is added to each of the four cases (right or wrong,
+        with and without early exit), so that a small sample without any difference does not count as certain.
+        """
+        exit_n1 = first_confident_exit(self.confidence, threshold)[:, None]
+        lost_n = self.whole[:, 0] - self.correct.gather(1, exit_n1)[:, 0]
+        lost, won, num = float((lost_n > 0).sum()) + 0.5, float((lost_n < 0).sum()) + 0.5, len(lost_n) + 2
+        half = QUANTILE * sqrt(lost + won - (lost - won) ** 2 / num)
+        return 100 * (lost - won - half) / num, 100 * (lost - won + half) / num
+
     @property
     def to_the_end(self) -> dict[str, float]:
-        """What running on gives, without a look on the way."""
-        return self.looks()[-1]
+        """Means over the samples without early exit."""
+        return dict(zip(COLUMNS, self.whole.mean(0).tolist(), strict=True))
 
 
-def first_sure(confidence_nS: Tensor, sure: float) -> Tensor:
-    """The first look of each sample that is sure enough, or its last (n,)."""
-    enough_nS = confidence_nS >= sure
+def first_confident_exit(confidence_nS: Tensor, threshold: float) -> Tensor:
+    """The first exit of each sample whose confidence reaches the threshold, or the last exit (n,)."""
+    enough_nS = confidence_nS >= threshold
     enough_nS[:, -1] = True
     return enough_nS.int().argmax(1)
 
 
 @torch.no_grad()
-def look_at_all(model: Model, task: Task, data: Data, split: str, look: LookAt, batch_size: int = 1000) -> Looked:
-    """Run every sample of a split to the end, and note what it had at each look."""
+def evaluate_exits(
+    model: Model, task: Task, data: Data, split: str, exit_every: ExitEvery, batch_size: int = 1000
+) -> ExitTable:
+    """Run every sample of a split through all exits.
+
+    Args:
+        model: A model with exits.
+        task: Its task, whose answers are classes.
+        data: The data set.
+        split: "train", "validation" or "test".
+        exit_every: Where the exits are.
+        batch_size: Samples at a time; changes memory and speed only.
+
+    Returns:
+        The figures of each sample at each exit.
+    """
     device = next(model.parameters()).device
     loader = task.loader(data, split, batch_size, {}, shuffle=False, rank=0, world_size=1, device=device)
     parts: list[list[Tensor]] = []
+    whole: list[Tensor] = []
+    num_classes = 0
     for batch in loader.epoch(0):
-        columns: list[list[Tensor]] = []
-        for out in answers_until_sure(model.looks(batch.inputs, look), 1.0):
-            if not bool(out.logits.isfinite().all()):
-                raise ValueError(f"{model.name}: its answers are not finite: the weights diverged, or are damaged")
-            noted = task.columns(out.logits.float(), batch)
-            require("confidence" in noted, "task", task.name, "its answers are not one of several, none can be sure")
-            cost = sample_cost(model, batch.inputs, out)
-            macs_n, heads_n = cost.multiply_adds, cost.head_multiply_adds
-            fixed_n = macs_n - heads_n + heads_n / out.num_looks
-            figures = (noted["correct"], out.num_runs, macs_n, fixed_n)
-            columns.append([noted["confidence"], *(figure.double() for figure in figures)])
+        # No threshold: a probability that float32 rounds to 1 would otherwise end a sample early.
+        outputs = list(answers(lambda: model.exits(batch.inputs, exit_every), ExitPolicy()))  # noqa: B023
+        columns = [_figures(model, task, batch, out) for out in outputs]
         parts.append([torch.stack(column, 1) for column in zip(*columns, strict=True)])
+        # A model with a built-in threshold always exits early: its last exit is the end.
+        last = model(batch.inputs) if model.own_confidence is None else outputs[-1]
+        _, correct_n, runs_n, macs_n, fixed_n = _figures(model, task, batch, last)
+        whole.append(torch.stack((correct_n, runs_n, macs_n if model.own_confidence is None else fixed_n), 1))
+        num_classes = last.logits.shape[-1]
     longest = max(part[0].shape[1] for part in parts)
 
-    def lengthen(part_nS: Tensor) -> Tensor:  # a batch may have come to its end before another
+    def lengthen(part_nS: Tensor) -> Tensor:  # a batch may have fewer exits than another
         return torch.cat((part_nS, part_nS[:, -1:].expand(-1, longest - part_nS.shape[1])), 1)
 
-    return Looked(*(torch.cat(list(map(lengthen, column))) for column in zip(*parts, strict=True)))
+    confidence_nS, correct_nS, experts_nS, macs_nS, fixed_nS = (
+        torch.cat(list(map(lengthen, column))) for column in zip(*parts, strict=True)
+    )
+    return ExitTable(confidence_nS, correct_nS, experts_nS, macs_nS, fixed_nS, torch.cat(whole), num_classes)
 
 
-def calibrate(seen: Looked, within: float) -> float:
-    """The cheapest threshold that loses at most `within` points of accuracy against running to the end."""
+def _figures(model: Model, task: Task, batch: Batch, out: Output) -> list[Tensor]:
+    """Confidence, correct, experts, macs, and macs with one output layer, of each sample (n,)."""
+    if not bool(out.logits.isfinite().all()):
+        raise ValueError(f"{model.name}: its answers are not finite: the weights diverged, or are damaged")
+    columns = task.columns(out.logits.float(), batch)
+    require("confidence" in columns, "task", task.name, "its answers are not classes, so they have no confidence")
+    cost = sample_cost(model, batch.inputs, out)
+    num_exits = 1 if out.num_exits is None else out.num_exits
+    fixed_macs = cost.macs - cost.head_macs + cost.head_macs / num_exits
+    figures = (columns["correct"], out.num_runs, cost.macs, fixed_macs)
+    return [columns["confidence"], *(figure.double() for figure in figures)]
+
+
+def calibrate(table: ExitTable, within: float) -> float:
+    """Choose the cheapest threshold that loses at most `within` points of accuracy against the answer without early exit.
+
+    Args:
+        table: The exits of validation data.
+        within: Points of accuracy that may be lost on these samples.
+
+    Returns:
+        The threshold. It lies above chance, 1 / number of classes: below that, no expert would ever run.
+    """
     require(within >= 0, "within", within, "must be at least 0 points")
-    lowest = seen.to_the_end["accuracy"] - within / 100 - 1e-9
-    found = {sure: seen.stop(sure) for sure in (*CANDIDATES, 1.0)}
-    fitting = {sure: one for sure, one in found.items() if one["accuracy"] >= lowest}
-    return min(fitting or {1.0: found[1.0]}, key=lambda sure: found[sure]["macs"])
+    lowest = table.to_the_end["accuracy"] - within / 100 - 1e-9
+    candidates = [threshold for threshold in (*CANDIDATES, 1.0) if threshold > 1 / table.num_classes]
+    found = {threshold: table.stop(threshold) for threshold in candidates}
+    fitting = {threshold: one for threshold, one in found.items() if one["accuracy"] >= lowest}
+    return min(fitting or {1.0: found[1.0]}, key=lambda threshold: found[threshold]["macs"])
 
 
-def calibration(model: Model, task: Task, data: Data, within: float, look: LookAt) -> dict[str, Any]:
-    """What a card keeps: the threshold, where one looks, what was given up for it, and what it gave."""
-    seen = look_at_all(model, task, data, "validation", look)
-    sure = calibrate(seen, within)
-    kept: dict[str, Any] = {"sure": sure, "look": look, "within": within}
-    for split, one in (("validation", seen), ("test", look_at_all(model, task, data, "test", look))):
-        kept[split] = {"stopped": one.stop(sure), "to_the_end": one.to_the_end}
-    return kept
+def calibration(model: Model, task: Task, data: Data, within: float, exit_every: ExitEvery) -> dict[str, Any]:
+    """Calibrate a model on validation data, and measure the result on test data.
+
+    With fewer than 100 / within validation samples a loss of `within` points cannot be measured. Then no sample may be lost,
+    one line reports how many samples are needed, and the interval shows what can be promised.
+
+    Args:
+        model: A model with exits.
+        task: Its task.
+        data: The data set.
+        within: Points of accuracy that may be lost on validation data.
+        exit_every: Where the exits are.
+
+    Returns:
+        What a card keeps: the threshold ("confidence"), "exit_every", "within"; for "validation" and "test" the means with
+        early exit ("stopped") and without ("to_the_end"); and "interval", for both the 95 % interval of the points lost.
+    """
+    table = evaluate_exits(model, task, data, "validation", exit_every)
+    threshold = calibrate(table, within)
+    tables = {"validation": table, "test": evaluate_exits(model, task, data, "test", exit_every)}
+    found: dict[str, Any] = {"confidence": threshold, "exit_every": exit_every, "within": within}
+    for split, one in tables.items():
+        found[split] = {"stopped": one.stop(threshold), "to_the_end": one.to_the_end}
+    found["interval"] = {split: list(one.interval(threshold)) for split, one in tables.items()}
+    num, needed = len(table.whole), ceil(100 / within - 1e-9) if within else 0
+    if num < needed:
+        most = found["interval"]["validation"][1]
+        promise = f"none of them may be lost, which promises {most:.1f} points (95 %)"
+        say(f"within={within:g}: needs at least {needed:,} validation {task.sample_name}, there are {num:,}; {promise}")
+    return found

@@ -1,6 +1,6 @@
-"""How good a model is, and what it used: deterministic, and the same whatever the batch size or the number of processes.
+"""Evaluation: how good a model is and what it costs; the same for every batch size and number of processes.
 
-n samples of the split, B samples of a batch, T targets of a sample, L layers, N experts a layer.
+Axes: n samples of the split, B samples of a batch, T targets of a sample, L layers, N experts per layer.
 """
 
 from collections.abc import Callable
@@ -9,19 +9,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raytraced.cost import SampleCost
-from raytraced.models.output import Output
+from raytraced.cost import SampleCost, sample_cost
+from raytraced.models.output import Model, Output
 from raytraced.tasks.task import Batch, Data, Tally, Task
 from raytraced.training.world import World
 
 MACS = ("total", "input", "routing", "experts", "head")
 
 Answers = list[tuple[Output, SampleCost | None]]
-"""to a batch: one; or with at most 0, 1, … experts, and with their costs"""
+"""outputs for a batch with their costs or None: one, or those with at most 0, 1, … experts"""
 
 
 class Diverged(ValueError):  # noqa: N818 (a finding, not a mistake)
-    """The loss or a gradient is not, or no longer, finite."""
+    """The loss or a gradient is not finite."""
+
+
+def seeded(seed: int, like: Tensor) -> torch.Generator:
+    """A generator on the device of a tensor."""
+    return torch.Generator(like.device).manual_seed(seed)
+
+
+def predict_batch(model: Model, batch: Batch, seed: int, full: bool = False, **options: Any) -> Answers:
+    """Answer a batch for evaluation.
+
+    Args:
+        model: The model, in evaluation mode.
+        batch: Inputs (B, …); targets are not used.
+        seed: Of the draws of ``select="sample"``.
+        full: Add the cost of each answer; without a budget or a threshold among the options, and where the model answers
+            along the way, give the answers with 0, 1, … experts.
+        options: Options of the model: select, max_experts, confidence, exit_every.
+
+    Returns:
+        The model's outputs, the last one unrestricted, each with its cost or None.
+    """
+    inputs = batch.inputs
+    options |= {"generator": seeded(seed, inputs), "rows": batch.rows, "mask": batch.mask}
+    if full and model.answers_along_the_way and not {"max_experts", "confidence"} & set(options):
+        answers = list(model.prefixes(inputs, **options))
+    else:
+        answers = [model(inputs, **options)]
+    return [(out, sample_cost(model, inputs, out, batch.mask) if full else None) for out in answers]
 
 
 @torch.no_grad()
@@ -37,14 +65,28 @@ def evaluate(
     full: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """The figures of every sample of a split; options (select, max_experts) go to the model; `full`: with costs and prefixes.
+    """Evaluate a model on a split.
 
-    Each sample's figures land in its own row of a table, which is summed in one order at the end: neither the batch
-    size nor the number of processes has a say.
+    The figures of each sample go into its row of a table, which is summed in one order at the end: neither the batch size
+    nor the number of processes changes the result.
+
+    Args:
+        task: The task, which computes the figures.
+        data: The data set.
+        split: "train", "validation" or "test".
+        predict: (batch, seed, full, **options) -> answers, as `predict_batch` with a model.
+        world: The processes that evaluate together.
+        batch_size: Samples at a time, over all processes.
+        seed: Of the draws of ``select="sample"``.
+        full: Add costs, and the figures with 0, 1, … experts.
+        options: Options of the model: select, max_experts, confidence, exit_every.
+
+    Returns:
+        Names and figures, as summary.json holds them.
     """
     place = {"rank": world.rank, "world_size": world.size, "device": world.device}
     loader = task.loader(data, split, batch_size, {}, shuffle=False, **place)
-    noted: list[tuple[Tensor, list[dict[str, Tensor]]]] = []  # by batch: its rows, and the columns by number of experts
+    noted: list[tuple[Tensor, list[dict[str, Tensor]]]] = []  # per batch: rows, and columns per number of experts
     load = torch.zeros((), dtype=torch.float64, device=world.device)
     for number, batch in enumerate(loader.epoch(0)):
         batch = batch._replace(rows=batch.rows + number * loader.batch_size)
@@ -55,37 +97,37 @@ def evaluate(
     names = list(noted[0][1][0])
     whole = torch.zeros(longest, len(names), len(getattr(data, split)), dtype=torch.float64, device=world.device)
     for rows, columns in noted:
-        columns += columns[-1:] * (longest - len(columns))  # where all sequences had ended, the last answers are kept
+        columns += columns[-1:] * (longest - len(columns))  # where all sequences have ended, the last answer stays
         whole[:, :, rows] = torch.stack([torch.stack(list(each.values())) for each in columns])
     tallies = [Tally(dict(zip(names, each, strict=True))) for each in world.sum(whole)]
     if len(tallies) > 2 and torch.equal(tallies[-1].columns["experts"], tallies[-2].columns["experts"]):
-        tallies.pop()  # the one by which it was seen that every sequence had ended
+        tallies.pop()  # it only showed that every sequence has ended
     tallies[-1] = tallies[-1]._replace(load=world.sum(load))
     return summarise(task, data, split, tallies)
 
 
 def note(task: Task, batch: Batch, out: Output, cost: SampleCost | None) -> dict[str, Tensor]:
-    """The columns of a batch: sums over each sample's targets."""
+    """The columns of a batch (B,) each: sums over the targets of each sample."""
     logits = out.logits.float()
     noted = {"experts": out.num_runs}
     noted["targets"] = torch.ones_like(batch.targets) if batch.mask is None else batch.mask
     if cost is not None:
-        parts = (cost.multiply_adds, *cost[2:])
+        parts = (cost.macs, *cost[2:])
         noted |= {"parameters": cost.parameters, **dict(zip([f"macs_{name}" for name in MACS], parts, strict=True))}
     columns = {name: value.double().unsqueeze(-1).flatten(1).sum(1) for name, value in noted.items()}
-    own = {"loss": task.losses(logits, batch).double() * columns["targets"], **task.columns(logits, batch)}
+    own = {"loss": task.sample_losses(logits, batch).double() * columns["targets"], **task.columns(logits, batch)}
     return columns | {name: value.double() for name, value in own.items()}
 
 
 def count_load(task: Task, data: Data, batch: Batch, out: Output) -> Tensor:
-    """How many activated which expert, by the task's groups (groups, L, N)."""
+    """How many targets of each group activated each expert (groups, L, N)."""
     active = torch.cat([route.active for route in out.routes], -2).double()
     load = active.new_zeros(task.num_groups(data), *active.shape[-2:])
     return load.index_add(0, task.groups(batch).flatten(), active.flatten(0, -3))
 
 
 def summarise(task: Task, data: Data, split: str, tallies: list[Tally]) -> dict[str, Any]:
-    """Means over the targets of a split, as a run's summary holds them."""
+    """Compute means over the targets of a split, as summary.json holds them."""
     last = tallies[-1]
     assert last.load is not None
     num, is_finite_n = float(last.columns["targets"].sum()), last.columns["loss"].isfinite()
@@ -105,7 +147,7 @@ def summarise(task: Task, data: Data, split: str, tallies: list[Tally]) -> dict[
         "num_samples": len(is_finite_n),
         "loss": mean("loss"),
         "mean_experts": mean("experts"),
-        # (L, N): share of the targets that activated each expert, the layers of all routed layers one below the other
+        # (L, N): share of the targets that activated each expert; the layers of all routed layers one after the other
         "expert_load": (last.load.sum(0) / num).tolist(),
         "used_parameters": mean("parameters") if is_full else None,
         "macs": {name: mean(f"macs_{name}") for name in MACS} if is_full else {},

@@ -12,13 +12,13 @@ from raytraced.training.config import TrainConfig
 
 
 def build_optimizer(model: Model, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer; routing and experts may have learning rates of their own, and one group of it has one rate."""
+    """Build the optimizer; each group of parameters has one learning rate, routing and experts may have different ones."""
     rates = {"routing": config.lr_routing or config.lr, "experts": config.lr_experts or config.lr}
     parts, by_rate = routed_parameters(model), dict[float, list[nn.Parameter]]()
     for parameter in model.parameters():
         by_rate.setdefault(rates.get(parts.get(parameter, ""), config.lr), []).append(parameter)
     groups = [{"params": parameters, "full_lr": rate, "lr": rate} for rate, parameters in by_rate.items()]
-    # fused: 5 times as fast as the default for many small tensors; not for the shards of FSDP
+    # Fused: 5 times as fast for many small tensors; not available for shards of FSDP.
     fused = not any(is_sharded(parameter) for parameter in model.parameters())
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, momentum=0.9, weight_decay=config.weight_decay, fused=fused)
@@ -27,7 +27,7 @@ def build_optimizer(model: Model, config: TrainConfig) -> torch.optim.Optimizer:
 
 
 def routed_parameters(model: Model) -> dict[Tensor, str]:
-    """What the parameters of routed layers are for: "routing" or "experts"."""
+    """The parameters of routed layers with what they belong to: "routing" or "experts"."""
     return {
         parameter: group
         for layer in model.routed_layers()
@@ -37,7 +37,7 @@ def routed_parameters(model: Model) -> dict[Tensor, str]:
 
 
 def learning_rate_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
-    """What the learning rate is multiplied with at a step (0 is the first), a pure function: nothing to save."""
+    """The factor of the learning rate at a step (0 is the first), a pure function: a checkpoint need not hold it."""
     num_warmup = round(config.warmup * steps_per_epoch)
     if step < num_warmup:
         return (step + 1) / (num_warmup + 1)
@@ -48,23 +48,23 @@ def learning_rate_factor(config: TrainConfig, step: int, steps_per_epoch: int) -
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Scale every group's own learning rate."""
+    """Set the learning rate of every group to its full rate times a factor."""
     for group in optimizer.param_groups:
         group["lr"] = group["full_lr"] * factor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is FSDP's; without its class, whose import takes a second that most runs can do without."""
+    """Whether a tensor is a shard of FSDP; asked by attribute, since importing its class takes a second."""
     return hasattr(tensor, "full_tensor")
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor that may be sharded over processes, as one (all processes must ask together)."""
+    """A tensor, gathered from all processes if it is sharded; all processes must call this together."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def like(tensor: Tensor, model: Any) -> Tensor:
-    """A whole tensor, placed and sharded as another one is."""
+    """A whole tensor, placed and sharded like another one."""
     if not is_sharded(model) or tensor.ndim == 0:
         return tensor.clone()
     from torch.distributed.tensor import distribute_tensor
@@ -78,7 +78,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_model_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Put unsharded tensors back."""
+    """Load unsharded tensors into a model."""
     own = model.state_dict()
     model.load_state_dict({name: like(tensor, own[name]) for name, tensor in tensors.items()})
 
@@ -94,11 +94,11 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put the optimizer's state back."""
+    """Load the optimizer's state from unsharded tensors."""
     parameters = dict(model.named_parameters())
     for key, tensor in tensors.items():
         name, _, entry = key.rpartition(":")
-        # the step counter stays a plain scalar, on the parameter's device if the optimizer is fused
+        # The step counter stays a scalar that is not sharded, on the parameter's device as fused optimizers need it.
         value = like(tensor, parameters[name]).to(parameters[name].device)
         optimizer.state[parameters[name]][entry] = value
 
@@ -106,12 +106,12 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
 def take_step(
     optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], loss: Tensor, clip: float | None = None
 ) -> Tensor | None:
-    """Move the weights against the gradient of a loss; returns its norm, or None where that is not finite: then they stay."""
+    """Take a step against the gradient of a loss; returns its norm, or None where it is not finite and no step is taken."""
     for parameter in parameters:
-        parameter.grad = None  # what zero_grad does, in a twentieth of its time
+        parameter.grad = None  # as zero_grad does, 20 times as fast
     loss.backward()
     norm = gradient_norm(parameters, clip)
-    if not bool(torch.isfinite(norm)):  # the last checkpoint stays a good one
+    if not bool(torch.isfinite(norm)):  # weights stay finite, and so do checkpoints
         return None
     optimizer.step()
     return norm
@@ -119,13 +119,13 @@ def take_step(
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The norm of all tensors together."""
-    if tensors[0].device.type == "cpu":  # where calls are no launches, what groups them takes as long again
+    if tensors[0].device.type == "cpu":  # grouping the calls would take as long as the calls
         return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]))
     return torch.nn.utils.get_total_norm(tensors)
 
 
 def gradient_norm(params: Sequence[nn.Parameter], largest: float | None) -> Tensor:
-    """The norm of all gradients together; scales them down to the largest allowed norm if there is one."""
+    """The norm of all gradients together; scales the gradients down to the largest allowed norm if there is one."""
     for parameter in params:
         if parameter.grad is None:  # an expert that no sample chose: the same as zero, with one process or many
             parameter.grad = torch.zeros_like(parameter)

@@ -1,12 +1,12 @@
-"""The folder of one run: where each file is, and how it is made without ever overwriting another.
+"""The folder of one run: its files, and how a new folder is made without overwriting another.
 
-config.yaml          what was asked for
-continuations.jsonl  a line for each time it was continued with other options
-metrics.jsonl        a line an epoch
+config.yaml          the options of the run
+continuations.jsonl  one line for each time it was continued with other options
+metrics.jsonl        one line per epoch
 last/                the two newest checkpoints
-best/                model.safetensors of the epoch that did best on validation data
+best/                model.safetensors of the epoch with the best figure on validation data
 model.safetensors    the trained model, with its configuration inside
-summary.json         what came out
+summary.json         the figures of the finished run
 curves.png           loss, experts and the task's figures over the epochs
 sequences.png        activation sequences of some test data (raytraced models)
 events/              for TensorBoard, if it is installed
@@ -21,13 +21,17 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from raytraced.errors import did_you_mean
 from raytraced.files import flush_folder, lock_file, remove_leftovers, write_file
 from raytraced.training.config import TrainConfig, read_config, write_config
-from raytraced.words import did_you_mean
 
 
 class RunFolder:
-    """Paths of a run's files, and the small text files' reading and writing."""
+    """Paths of a run's files; reads and writes the small text files.
+
+    Args:
+        path: The folder.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,32 +41,32 @@ class RunFolder:
 
     @property
     def config(self) -> TrainConfig:
-        """What was asked for."""
+        """The options of the run."""
         return read_config(self.path / "config.yaml")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """One dict an epoch."""
+        """One dict per epoch."""
         return self._read_lines("metrics.jsonl")
 
     def write_metrics(self, history: list[dict[str, Any]]) -> None:
-        """Write the whole history anew: after a crash the file may be ahead of, or behind, the checkpoint."""
+        """Write the whole history: after a crash the file may be ahead of the checkpoint, or behind it."""
         self._write_lines("metrics.jsonl", history)
 
     def read_summary(self) -> dict[str, Any] | None:
-        """What came out, or None while the run is not over."""
+        """The figures of the run, or None while it is not complete."""
         path = self.path / "summary.json"
         return parse_json(path, path.read_text(encoding="utf-8")) if path.exists() else None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Its presence is what marks a run as finished, so it is written last."""
+        """Write the figures of the run; the file marks the run as complete."""
         write_file(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
     def read_continuations(self) -> list[dict[str, Any]]:
-        """What was changed on the way, each time with the whole configuration from then on."""
+        """The changes of options, each with the whole configuration from then on."""
         return self._read_lines("continuations.jsonl")
 
     def add_continuation(self, config: TrainConfig, changes: dict[str, Any]) -> None:
-        """Note that the run goes on otherwise; a finished one is open again, its summary is kept with the note."""
+        """Note that the run continues with other options; a finished run is open again, and its summary is kept here."""
         stated = {"after_epoch": len(self.read_metrics()), "changes": changes, "summary": self.read_summary()}
         self._write_lines("continuations.jsonl", [*self.read_continuations(), stated | {"config": asdict(config)}])
         write_file(self.path / "config.yaml", write_config(config))
@@ -70,7 +74,7 @@ class RunFolder:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Be the only process that writes this run, while inside; the lock goes with the process, however it ends."""
+        """Hold the lock of this run inside this context; it is released when the process ends, for whatever reason."""
         with (self.path / ".lock").open("a+") as file:
             try:
                 lock_file(file)
@@ -80,12 +84,12 @@ class RunFolder:
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
-            for folder in (self.path, self.last, self.best.parent):  # nobody else can be writing now
+            for folder in (self.path, self.last, self.best.parent):  # no other process can be writing now
                 remove_leftovers(folder)
             yield
 
     def writer(self) -> int | None:
-        """The process that trains this run now, None if there is none."""
+        """The number of the process that trains this run now, None if there is none."""
         path = self.path / ".lock"
         if not path.exists():
             return None
@@ -97,12 +101,12 @@ class RunFolder:
         return None
 
     def refuse_writer(self) -> None:
-        """Two processes must never write one run."""
+        """Raise an error if another process trains this run: two processes must never write one run."""
         if (process := self.writer()) is not None:
             raise ValueError(f"{self.path}: is being trained by process {process}; wait for it, or stop it")
 
     def _read_lines(self, name: str) -> list[dict[str, Any]]:
-        """A last line that a crash cut short is left out."""
+        """The lines of a file; a last line that a crash cut short is left out."""
         path = self.path / name
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         return [parse_json(path, line) for line in lines if line.endswith("\n")]
@@ -112,7 +116,7 @@ class RunFolder:
 
 
 def parse_json(path: Path, text: str) -> Any:
-    """What a file's text says; where it is no JSON, the file is named."""
+    """Parse the text of a file; an error names the file."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -120,11 +124,16 @@ def parse_json(path: Path, text: str) -> Any:
 
 
 def create_run_folder(config: TrainConfig, started: str) -> RunFolder:
-    """Make a new folder that holds config.yaml from its first moment on; a taken name gets a number.
+    """Make a new run folder, which holds config.yaml as soon as it exists.
 
-    The name is config.name, or the time it started with data and model.
+    Args:
+        config: The options of the run; the folder's name is config.name, or the time with data and model.
+        started: The time, as part of the name.
+
+    Returns:
+        The run folder; if the name is taken, a number is added to it.
     """
-    output = Path(config.output)
+    output = Path(config.runs_dir)
     output.mkdir(parents=True, exist_ok=True)
     data = Path(config.data).stem if os.sep in config.data else config.data
     name = config.name or f"{started}-{data}-{config.model}"
@@ -137,7 +146,7 @@ def create_run_folder(config: TrainConfig, started: str) -> RunFolder:
     number, path = 1, output / name
     while True:
         try:
-            path.mkdir()  # claims the name: of two processes only one succeeds
+            path.mkdir()  # takes the name: of two processes only one succeeds
             break
         except FileExistsError:
             number += 1
@@ -153,7 +162,7 @@ def open_run(name: str, output: str = "runs", others: Iterable[str] = ()) -> Run
         if (path / "config.yaml").exists():
             return RunFolder(path)
     known = [*(run.path.name for run in list_runs(output)), *others]
-    remedy = did_you_mean(Path(name).name, known, f"`raytraced runs --output {output}` lists them")
+    remedy = did_you_mean(Path(name).name, known, f"`raytraced runs --runs-dir {output}` lists them")
     raise ValueError(f"{name}: is not a run folder (has no config.yaml); {remedy}")
 
 

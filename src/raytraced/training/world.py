@@ -1,4 +1,4 @@
-"""The processes that train together: one by itself, or those that torchrun started, on one host or several."""
+"""The processes that train together: one, or those that torchrun started, on one host or several."""
 
 import os
 import time
@@ -12,15 +12,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raytraced.words import require
+from raytraced.errors import require
 
 Value = TypeVar("Value")
-LAST_TURN = 0.25  # seconds
+LAST_TURN = 0.25  # seconds that other threads get before the process group is destroyed
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's number (rank), how many there are, and the device that this one computes on."""
+    """The processes of a run, from the side of one of them.
+
+    Args:
+        rank: Number of this process.
+        size: Number of processes.
+        device: Where this process computes.
+    """
 
     rank: int
     size: int
@@ -28,7 +34,7 @@ class World:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the one process that writes files and prints."""
+        """Whether this is the process that writes files and prints."""
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -42,7 +48,7 @@ class World:
         return number if self.size == 1 else self.sum(torch.as_tensor(number, device=self.device))
 
     def largest(self, values: list[int]) -> list[int]:
-        """The largest of each value over all processes, so that they decide alike."""
+        """The largest of each value over all processes, so that all take the same decision."""
         if self.size == 1:
             return values
         tensor = torch.tensor(values, device=self.device)
@@ -50,7 +56,7 @@ class World:
         return [int(value) for value in tensor.tolist()]
 
     def from_leader(self, compute: Callable[[], Value]) -> Value:
-        """What the leading process computes, or the error it meets, for all: only its files need to exist."""
+        """Give all processes what the leading one computes, or raise its error: only its files need to exist."""
         if self.size == 1:
             return compute()
         box: list[Any] = [None]
@@ -65,7 +71,7 @@ class World:
         return box[0]
 
     def distribute(self, objective: nn.Module, strategy: Literal["ddp", "fsdp"]) -> nn.Module:
-        """The module to call in training: a copy in each process, or a shard, which the objective itself becomes."""
+        """The module to call in training: a copy per process (DDP), or the objective itself, sharded in place (FSDP)."""
         if self.size == 1:
             return objective
         if strategy == "ddp":
@@ -73,35 +79,60 @@ class World:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-        # One unit, gathered whole for each step: experts of their own would be gathered by those processes only
-        # whose samples chose them, and the others would be waited for in vain.
+        # One unit, gathered whole for each step. Experts as units would be gathered only by processes whose samples chose
+        # them, and these would wait for the others for ever.
         mesh = init_device_mesh(self.device.type, (self.size,))
         fully_shard(objective, mesh=mesh, reshard_after_forward=True)
         register_fsdp_forward_method(objective, "predict")
         return objective
 
 
+def is_lost_process(error: RuntimeError) -> bool:
+    """Whether an error means that another process is gone; PyTorch's backends have no class of errors in common."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
 @contextmanager
 def join_world(device: str) -> Iterator[World]:
-    """Take part in what torchrun started (it sets RANK, WORLD_SIZE, …), or be a world of one."""
+    """Join the processes that torchrun started (it sets RANK, WORLD_SIZE, …), or train alone.
+
+    Args:
+        device: cpu, cuda, cuda:1, …, or auto.
+
+    Yields:
+        The processes of the run.
+    """
     size, own = int(os.environ.get("WORLD_SIZE", "1")), choose_device(device)
     if size == 1:
         yield World(0, 1, own)
         return
     if own.type == "cuda":
         torch.cuda.set_device(own)
-    dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
+    try:
+        dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
+    except dist.DistError as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = str(error).partition("\n")[0]
+        raise ConnectionError(f"WORLD_SIZE={size}: cannot reach the other processes at {place} ({reason})") from None
     try:
         yield World(dist.get_rank(), size, own)
     finally:
-        # Gloo's threads outlive the group where DDP was used (it keeps a reference), and one that has yet to drop the
-        # tensor of the last collective aborts the process if the interpreter is gone by then: give them their turn.
+        # DDP keeps a reference to the group, so Gloo's threads outlive it. A thread that drops the tensor of the last
+        # collective after the interpreter is gone aborts the process: give the threads time to end.
         time.sleep(LAST_TURN)
         dist.destroy_process_group()
 
 
 def choose_device(name: str) -> torch.device:
-    """The device a name stands for; "auto" and "cuda" give each process of a host its own GPU."""
+    """Find a device by its name.
+
+    Args:
+        name: cpu, cuda, cuda:1, …; "auto" takes a GPU if there is one. "auto" and "cuda" give each process of a host
+            another GPU.
+
+    Returns:
+        The device; refuses one that is not available.
+    """
     has_cuda = torch.cuda.is_available()
     if name == "auto":
         name = "cuda" if has_cuda else "cpu"
@@ -110,7 +141,7 @@ def choose_device(name: str) -> torch.device:
     except RuntimeError:
         raise ValueError(f"device={name}: must be auto, cpu, cuda or another device that torch knows") from None
     require(device.type != "cuda" or has_cuda, "device", name, "no GPU is available; use cpu")
-    require(device.type != "meta", "device", name, "computes nothing; use cpu or cuda")
+    require(device.type != "meta", "device", name, "cannot compute; use cpu or cuda")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return device

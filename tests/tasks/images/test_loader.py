@@ -9,7 +9,7 @@ from raytraced.tasks.images.dataset import PAD, Loader, Split, pad_crop_flip
 
 
 def numbered_split(num, channels=1, side=4):
-    """Images whose label is their own number, so that a batch tells which samples it holds."""
+    """Images whose label is their own number, so that a batch shows which samples it holds."""
     generator = torch.Generator().manual_seed(num)
     images = torch.randint(0, 256, (num, channels, side, side), dtype=torch.uint8, generator=generator)
     return Split(images, torch.arange(num))

@@ -36,7 +36,7 @@ def splitmix(state):
 
 
 def hold_out(rows_by_class, tenths, stream):
-    """The rule of docs/data.md, word by word; every run ever recorded depends on it."""
+    """The rule of docs/guides/data.md, word by word; every run ever recorded depends on it."""
     held_out = set()
     for label, rows in rows_by_class.items():
         start = splitmix(splitmix(splitmix(stream)) + label)  # the seed is 0
@@ -117,7 +117,7 @@ def test_one_class_is_refused():
 @pytest.mark.parametrize(
     ("name", "hint"), [("minst", r"did you mean mnist\?"), ("photos", "must be one of digits, mnist, fashion-mnist")]
 )
-def test_unknown_name_is_told_with_what_was_meant(name, hint):
+def test_unknown_name_is_refused_with_a_suggestion(name, hint):
     with pytest.raises(ValueError, match=f"data set '{name}': neither a file, nor a folder, nor a known name; {hint}"):
         load(name)
 

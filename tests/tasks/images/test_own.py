@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import raytraced
 from raytraced.tasks.images.loading import load
-from raytraced.tasks.images.task import image_files
+from raytraced.tasks.images.task import ImageTask, image_files
 from raytraced.tasks.paths import visible
 
 
@@ -113,7 +114,7 @@ def test_sixteen_bit_images_are_scaled_not_clipped(tmp_path):
         (lambda folder: write_folder(folder / "train", {"a": 3, "b": 3}), r"train: sub-folders but no images, where"),
     ],
 )
-def test_bad_folder_is_told_in_one_line(tmp_path, spoil, message):
+def test_bad_folder_is_one_line(tmp_path, spoil, message):
     folder = write_folder(tmp_path, {"a": 4, "b": 4})
     spoil(folder)
     with pytest.raises(ValueError, match=message) as caught:
@@ -126,11 +127,11 @@ def cut_file(path, length):
 
 
 def test_folder_with_fewer_than_two_classes_is_refused(tmp_path, capsys):
-    with pytest.raises(ValueError, match="0 sub-folders with images, at least 2 are needed, one a class"):
+    with pytest.raises(ValueError, match="0 sub-folders with images, at least 2 are needed, one per class"):
         load(str(tmp_path))
     write_folder(tmp_path, {"only": 4})
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="1 sub-folders with images, at least 2 are needed, one a class"):
+    with pytest.raises(ValueError, match="1 sub-folders with images, at least 2 are needed, one per class"):
         load(str(tmp_path))
     assert capsys.readouterr().err == f"{tmp_path / 'empty'}: an empty folder, left out\n"
 
@@ -146,10 +147,11 @@ def test_all_bad_files_are_in_one_list_and_can_be_left_out(tmp_path, capsys):
     cut_file(folder / "dog" / "cut.png", 120)
     with pytest.raises(ValueError, match="15 of 55 files cannot be read") as caught:
         load(str(folder), size=8)
-    first, *lines = str(caught.value).splitlines()
-    assert first == f"{folder}: 15 of 55 files cannot be read (skip_bad leaves them out):"
-    expected = [f"  {folder / 'cat' / f'x{number:02}.png'}: not an image that Pillow can read" for number in range(10)]
-    assert lines == [*expected, "  and 5 more"]
+    first, *others = [
+        f"{folder / 'cat' / f'x{number:02}.png'}: not an image that Pillow can read" for number in range(10)
+    ]
+    assert str(caught.value) == f"{folder}: 15 of 55 files cannot be read (skip_bad leaves them out): {first}"
+    assert caught.value.__notes__ == [*(f"  {other}" for other in others), "  and 5 more"]
     capsys.readouterr()
     dataset = load(str(folder), size=8, skip_bad=True)
     assert {pixels.tobytes() for pixels in pixels_of(dataset)} == kept
@@ -169,7 +171,7 @@ def test_class_of_bad_files_only_is_named_even_if_they_may_be_left_out(tmp_path)
         load(str(folder), skip_bad=True)
 
 
-def test_empty_class_folder_is_told_and_left_out(tmp_path, capsys):
+def test_empty_class_folder_is_reported_and_left_out(tmp_path, capsys):
     folder = write_folder(tmp_path, {"a": 4, "b": 4})
     (folder / "empty").mkdir()
     (folder / "empty" / ".hidden").write_text("not seen")
@@ -304,14 +306,14 @@ NOT_FINITE = np.where(np.arange(36) == 5, np.nan, 0.5).reshape(1, 6, 6).repeat(4
         ({"class_names": np.array(["a"])}, "1 class_names for 4 classes"),
     ],
 )
-def test_bad_npz_file_is_told_in_one_line(tmp_path, changes, message):
+def test_bad_npz_file_is_one_line(tmp_path, changes, message):
     path = write_npz(tmp_path / "mine.npz", **changes)
     with pytest.raises(ValueError, match=message) as caught:
         load(path)
     assert "\n" not in str(caught.value)
 
 
-def test_file_that_is_no_npz_is_told_in_one_line(tmp_path):
+def test_file_that_is_not_npz_is_one_line(tmp_path):
     path = tmp_path / "mine.npz"
     write_npz(path)
     whole = path.read_bytes()
@@ -327,11 +329,11 @@ def test_file_that_is_no_npz_is_told_in_one_line(tmp_path):
 
 
 def test_two_classes_of_one_name_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="mine: two classes are called 'n'; give each a name of its own"):
+    with pytest.raises(ValueError, match="mine: two classes are called 'n'; give them different names"):
         load(write_npz(tmp_path / "mine.npz", class_names=np.array(["n", "n", "s", "w"])))
 
 
-def test_what_is_no_array_is_told(tmp_path):
+def test_an_npz_without_arrays_is_refused(tmp_path):
     write_npz(tmp_path / "mine.npz")
     with zipfile.ZipFile(tmp_path / "mine.npz") as whole, zipfile.ZipFile(tmp_path / "odd.npz", "w") as odd:
         for name in whole.namelist():
@@ -344,7 +346,7 @@ def test_what_is_no_array_is_told(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else for a while")
 @pytest.mark.parametrize("closed", ["c", "."])
-def test_a_folder_that_may_not_be_read_is_told_and_not_left_out(closed):
+def test_a_folder_that_may_not_be_read_is_refused_and_not_left_out(closed):
     # not pytest's folder, which only its owner may enter
     with tempfile.TemporaryDirectory() as place:
         folder = write_folder(Path(place) / "mine", dict.fromkeys("abc", 4))
@@ -352,9 +354,9 @@ def test_a_folder_that_may_not_be_read_is_told_and_not_left_out(closed):
         (folder / closed).chmod(0o000)
         os.seteuid(65534)
         try:
-            for look in (lambda: load(str(folder), size=8), lambda: image_files([str(folder)])):
+            for exit_every in (lambda: load(str(folder), size=8), lambda: image_files([str(folder)])):
                 with pytest.raises(PermissionError):
-                    look()
+                    exit_every()
         finally:
             os.seteuid(0)
             (folder / closed).chmod(0o755)
@@ -366,3 +368,43 @@ def test_what_is_below_a_folder_comes_in_the_order_of_its_names(tmp_path):
         (tmp_path / name).touch()
     found = [str(path.relative_to(tmp_path)) for path in visible(tmp_path, below=True) if path.is_file()]
     assert found == ["a/z/1.png", "a.png", "b/10.png", "b/2.png"]
+
+
+def test_a_class_folder_whose_name_is_not_utf8_has_a_name_that_can_be_printed(tmp_path):
+    folder = write_folder(tmp_path, {"a": 4, "b": 4})
+    try:
+        os.rename(os.fsencode(folder / "b"), os.fsencode(folder) + b"/caf\xe9")
+    except OSError:
+        pytest.skip("this file system takes no names that are not UTF-8")
+    assert load(str(folder), size=4).class_names == ("a", "caf\\xe9")
+
+
+def test_predict_names_bad_files_or_leaves_them_out(tmp_path, capsys):
+    model, task = raytraced.load("mre-digits"), ImageTask()
+    write_folder(tmp_path, {"b": 2, "a": 1}, mode="L")
+    (tmp_path / "a" / "notes.txt").write_text("no picture")
+    options = {"max_experts": None, "confidence": None}
+    paths = [str(tmp_path / "b"), str(tmp_path / "a")]
+    with pytest.raises(
+        ValueError, match=r"^1 of 4 files cannot be read \(skip_bad leaves them out\): .*notes.txt: not an image"
+    ):
+        task.predict(model, paths, 1, options, None)
+    rows = task.predict(model, paths, 1, options, None, skip_bad=True)
+    assert [Path(row["image"]).relative_to(tmp_path).as_posix() for row in rows] == [
+        "b/000.png",
+        "b/001.png",
+        "a/000.png",
+    ]
+    assert "1 of 4 files cannot be read, left out" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"none of 1 files can be read: .*notes.txt"):
+        task.predict(model, [str(tmp_path / "a" / "notes.txt")], 1, options, None, skip_bad=True)
+
+
+def test_evaluation_leaves_bad_files_out_where_asked(tmp_path):
+    model, task = raytraced.load("mre-digits"), ImageTask()
+    folder = write_folder(tmp_path, {str(digit): 4 for digit in range(10)}, mode="L", size=(8, 8))
+    (folder / "3" / "bad.png").write_bytes(b"no picture")
+    with pytest.raises(ValueError, match="1 of 41 files cannot be read"):
+        task.load_for(model, str(folder))
+    data = task.load_for(model, str(folder), skip_bad=True)
+    assert sum(map(len, data.splits.values())) == 40

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from raytraced.tasks.images.loading import load, read_image
+from raytraced.tasks.images.image_file import read_image
+from raytraced.tasks.images.loading import load
 
 
 def read(path, image_shape):
@@ -102,7 +103,7 @@ def test_channels_are_those_of_the_file_unless_stated(tmp_path, mode, channels):
     assert read(tmp_path / "one.tif", (None, 2, 2)).shape == (channels, 2, 2)
 
 
-def test_unreadable_files_are_told_in_one_line_that_names_them(tmp_path, monkeypatch):
+def test_unreadable_files_are_one_line_that_names_them(tmp_path, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     Image.new("L", (50, 50)).save(tmp_path / "bomb.png")
     write_photo(tmp_path / "cut.png")

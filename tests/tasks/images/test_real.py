@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from raytraced.commands.data import get
+from raytraced.cli.data import get
 from raytraced.data.cache import cache_root, entry_folder, obtain
 from raytraced.tasks.images.catalog import CATALOG
 from raytraced.tasks.images.loading import load

@@ -51,7 +51,7 @@ def test_fewer_windows_are_spread_over_all_domains_alike():
 def test_too_short_a_text_is_refused_with_what_would_do():
     def dataset(num, **options):
         splits = held_out(Text((np.zeros(num, dtype=np.uint8),)))
-        return build_dataset("a", {"a": splits}, **{"context": 8, "steps": 1, "judged": None} | options)
+        return build_dataset("a", {"a": splits}, **{"context": 8, "steps": 1, "eval_tokens": None} | options)
 
     with pytest.raises(ValueError, match=r"^a: is empty; there is nothing to learn from$"):
         dataset(0)
@@ -59,7 +59,7 @@ def test_too_short_a_text_is_refused_with_what_would_do():
         dataset(1000, context=950)
     with pytest.raises(ValueError, match="a window takes 4"):
         dataset(12, context=3)  # long enough to train on, but not to hold out a target
-    for name in ("context", "steps", "judged"):
+    for name in ("context", "steps", "eval_tokens"):
         with pytest.raises(ValueError, match=f"data option {name}=0: must be at least 1"):
             dataset(1000, **{name: 0})
     assert len(dataset(1000).train.domains[0]) == 900

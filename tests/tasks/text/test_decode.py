@@ -1,4 +1,4 @@
-"""Original files of public texts, in small: what is taken of them, and what is told of those that are damaged."""
+"""Original files of public texts, in small: what is used of them, and the errors of damaged ones."""
 
 import gzip
 import io

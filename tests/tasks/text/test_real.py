@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from raytraced.commands.data import get
+from raytraced.cli.data import get
 from raytraced.data.cache import cache_root, obtain
 from raytraced.tasks.text.catalog import CATALOG, ENWIK8
 from raytraced.tasks.text.loading import load
@@ -25,4 +25,4 @@ def test_every_checksum_of_the_texts_fetched_into_an_empty_cache(tmp_path, monke
     data = load("mix")
     assert data.domain_names == ("enwik8", "plays", "bible", "speeches", "python")
     assert len({len(data.test.windows[data.test.windows[:, 0] == number]) for number in range(5)}) == 1
-    assert len(load("enwik8", judged=None).test) == -(-4_999_999 // 128)
+    assert len(load("enwik8", eval_tokens=None).test) == -(-4_999_999 // 128)

@@ -1,4 +1,4 @@
-"""How answers to texts are judged: bits a byte as sums over bytes, by position, kind and domain."""
+"""How answers to texts are evaluated: bits per byte as sums over bytes, by position, kind and domain."""
 
 import math
 
@@ -21,7 +21,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 def dataset(*contents, **options):
     domains = {f"d{number}": held_out(Text((np.frombuffer(one, np.uint8),))) for number, one in enumerate(contents)}
-    return build_dataset("texts", domains, **{"context": 20, "steps": 3, "judged": None} | options)
+    return build_dataset("texts", domains, **{"context": 20, "steps": 3, "eval_tokens": None} | options)
 
 
 PROSE = b"It was the best of times, it was the worst of times; 1859.\n\xe2\x80\x94 " * 40
@@ -34,7 +34,7 @@ def model():
     return raytraced.build("gpt-mre", **SIZES).eval()
 
 
-def judge(model, data, **options):
+def sample_loss_fn(model, data, **options):
     predict = Objective(model, TrainConfig(), TextTask()).eval().predict
     return evaluate(TextTask(), data, "test", predict, ALONE, **{"batch_size": 1000, "full": True} | options)
 
@@ -42,7 +42,7 @@ def judge(model, data, **options):
 def test_a_model_that_knows_nothing_takes_eight_bits_a_byte(model):
     blank = raytraced.build("gpt-dense", dim=16, num_heads=2, context=20, num_blocks=1)
     torch.nn.init.zeros_(blank.embedding.weight)
-    result = judge(blank, MIX)
+    result = sample_loss_fn(blank, MIX)
     assert result["bits_per_byte"] == pytest.approx(8)
     for name in ("bits_by_position", "bits_by_domain"):
         assert list(result[name].values()) == pytest.approx([8] * len(result[name]))
@@ -52,12 +52,12 @@ def test_a_model_that_knows_nothing_takes_eight_bits_a_byte(model):
 
 
 def test_figures_are_sums_over_bytes_whatever_the_batch(model, monkeypatch):
-    whole = judge(model, MIX)
+    whole = sample_loss_fn(model, MIX)
     with monkeypatch.context() as patch:
         patch.setattr("raytraced.tasks.text.dataset.MOST_TOKENS", 60)  # the loader makes three windows at a time of it
-        assert judge(model, MIX)["bits_by_domain"] == pytest.approx(whole["bits_by_domain"], rel=1e-6)
+        assert sample_loss_fn(model, MIX)["bits_by_domain"] == pytest.approx(whole["bits_by_domain"], rel=1e-6)
     for batch_size in (1, 7):
-        again = judge(model, MIX, batch_size=batch_size)
+        again = sample_loss_fn(model, MIX, batch_size=batch_size)
         assert again["bits_per_byte"] == pytest.approx(whole["bits_per_byte"], rel=1e-6)
         assert again["bits_by_kind"] == pytest.approx(whole["bits_by_kind"], rel=1e-5)
         assert again["expert_load"] == whole["expert_load"]
@@ -91,17 +91,17 @@ def test_figures_are_sums_over_bytes_whatever_the_batch(model, monkeypatch):
     assert [row["part"] for row in rows] == ["d0", "d1", *KINDS, "position 1-3", "position 4-15", "position 16-20"]
 
 
-def test_tokens_are_judged_by_the_bytes_that_they_stand_for():
+def test_tokens_are_evaluated_by_their_bytes():
     task, logits = TextTask(), torch.zeros(1, 3, 4)
     mask = torch.tensor([[True, True, False]])
     batch = Batch(torch.zeros(1, 3).long(), torch.tensor([[1, 2, 3]]), torch.arange(1), mask, torch.tensor([[2, 3, 9]]))
-    sums = task.sums(logits, batch) | {"loss": task.loss(logits, batch)}
+    sums = task.sums(logits, batch) | {"loss": task.total_loss(logits, batch)}
     assert int(sums["bytes"]) == 5
     assert task.means({name: float(value) for name, value in sums.items()}, 2)["bits_per_byte"] == pytest.approx(4 / 5)
     columns = task.columns(logits, batch)
     assert float(columns["nats"]) == pytest.approx(2 * math.log(4))
     assert int(columns["bytes"]) == 5
-    assert float(task.losses(logits, batch)) == pytest.approx(math.log(4))
+    assert float(task.sample_losses(logits, batch)) == pytest.approx(math.log(4))
 
 
 def test_kinds_and_positions_leave_no_byte_out():
@@ -117,8 +117,8 @@ def test_kinds_and_positions_leave_no_byte_out():
 def test_data_of_other_tokens_is_refused(model):
     tokens = {split: Text((np.zeros(50, int),)) for split in ("train", "validation", "test")}
     other = build_dataset(
-        "o", {"o": tokens}, context=20, steps=1, judged=None, tokenizer="{}", lengths=np.ones(300, int)
+        "o", {"o": tokens}, context=20, steps=1, eval_tokens=None, tokenizer="{}", lengths=np.ones(300, int)
     )
-    with pytest.raises(ValueError, match="data=o: has 300 different tokens; gpt-mre knows 256"):
+    with pytest.raises(ValueError, match="data=o: has 300 different tokens; gpt-mre has 256"):
         TextTask().check_fits(model, other)
-    assert TextTask().spec(other) == {"context": 20, "vocabulary": 300, "tokenizer": "{}"}
+    assert TextTask().spec(other) == {"context": 20, "vocab_size": 300, "tokenizer": "{}"}

@@ -1,4 +1,4 @@
-"""The image sets there are, and for the public ones: their classes, their checksums, and where they can be had."""
+"""The catalogue of image sets; for public ones their classes, checksums and sources."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +83,7 @@ CIFAR10 = ImageSet(
     archives=("cifar-10-binary.tar.gz", "cifar-10-python.tar.gz"),
 )
 
-# Every image set by name: what it holds, and the public sets that it is made of.
+# Every image set by name: its content, and the public sets that it is made of.
 CATALOG = {
     "digits": Entry("1,797 images 1x8x8, 10 classes", ()),
     "mnist": Entry("70,000 images 1x28x28, 10 classes", (MNIST,)),
@@ -94,5 +94,5 @@ CATALOG = {
 
 
 def takes_path(path: Path) -> bool:
-    """Whether a path may hold a user's own images: a folder, or an .npz file."""
+    """Whether a path may hold images: a folder, or an .npz file."""
     return path.is_dir() or path.suffix == ".npz"

@@ -1,6 +1,6 @@
-"""What `load` returns, the rules that carve splits out of a training set, and batches of them.
+"""Image data sets, the rules by which splits are held out, and batches.
 
-Legend: n samples, B samples of this rank in a batch, C channels, H and W height and width.
+Axes: n samples, B samples of this rank in a batch, C channels, H and W height and width.
 """
 
 from collections import Counter
@@ -59,16 +59,28 @@ def build_dataset(
     test_images: NDArray[np.uint8] | None = None,
     test_labels: NDArray[np.integer] | None = None,
 ) -> Dataset:
-    """Carve out the validation split (and a fifth as test split where none is given) and measure what is left."""
+    """Hold out the validation split, and a fifth as test split where there is none.
+
+    Args:
+        name: Name of the data set.
+        class_names: Names of the classes.
+        train_images: (n, C, H, W).
+        train_labels: (n,), numbers of classes.
+        test_images: (n, C, H, W), or None.
+        test_labels: (n,), or None.
+
+    Returns:
+        The data set with the mean and the standard deviation of its training images.
+    """
     if len(class_names) < 2:
         raise ValueError(f"{name}: {len(class_names)} class, at least 2 are needed")
     if doubled := [word for word, num in Counter(class_names).items() if num > 1]:
-        raise ValueError(f"{name}: two classes are called {doubled[0]!r}; give each a name of its own")
+        raise ValueError(f"{name}: two classes are called {doubled[0]!r}; give them different names")
     counts = np.bincount(train_labels, minlength=len(class_names))
     needed = 3 if test_images is None else 2  # one for each split
     if counts.min() < needed:
-        told = f"class {class_names[counts.argmin()]!r} has {counts.min()} images to train on"
-        raise ValueError(f"{name}: {told}, at least {needed} are needed")
+        count = f"class {class_names[counts.argmin()]!r} has {counts.min()} images to train on"
+        raise ValueError(f"{name}: {count}, at least {needed} are needed")
     if test_images is None or test_labels is None:
         out, kept = stratified_split(train_labels, 0.2, TEST, len(class_names))
         test_images, test_labels = train_images[out], train_labels[out]
@@ -118,7 +130,7 @@ def _split(images: NDArray[np.uint8], labels: NDArray[np.integer]) -> Split:
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class Loader(task.Loader[Split]):
-    """Batches of uint8 images as they are, or with `augment` shifted and mirrored."""
+    """Batches of uint8 images; with `augment` they are shifted and mirrored at random."""
 
     augment: bool = False
 
@@ -143,7 +155,7 @@ class Loader(task.Loader[Split]):
 
 
 def pad_crop_flip(images_BCHW: Tensor, samples_B: np.ndarray, seed: int, epoch: int) -> Tensor:
-    """Shift each image by up to PAD pixels, black coming in, and mirror it or not, by (seed, epoch, sample) alone."""
+    """Shift each image by up to PAD pixels, filled with black, and mirror half of them, by (seed, epoch, sample) alone."""
     num, channels, height, width = images_BCHW.shape
     top_B = random_bits(CROP_Y, seed, epoch, samples_B) % np.uint64(2 * PAD + 1)
     left_B = random_bits(CROP_X, seed, epoch, samples_B) % np.uint64(2 * PAD + 1)

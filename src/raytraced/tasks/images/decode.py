@@ -1,7 +1,7 @@
 """The original files of an image set -> its four uint8 arrays.
 
-Legend: n samples, C channels, H and W height and width.  Files come as {file name: bytes}.  Whatever is wrong with a file
-is a ValueError that names it, a missing one a KeyError; nothing in a file can run code.
+Axes: n samples, C channels, H and W height and width. Files come as {file name: bytes}. A damaged file is a ValueError that
+names it, a missing file a KeyError; nothing in a file can run code.
 """
 
 import gzip
@@ -101,7 +101,7 @@ def decode_cifar_pickle(name: str, content: bytes) -> tuple[NDArray[np.uint8], N
 
 
 def decode_sheet(name: str, content: bytes) -> NDArray[np.uint8]:
-    """Return the images (n, 3, 32, 32) of a PNG sheet: one image a row, its 1024 pixels side by side."""
+    """Return the images (n, 3, 32, 32) of a PNG sheet: one image per row, its 1024 pixels side by side."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -115,7 +115,7 @@ def decode_sheet(name: str, content: bytes) -> NDArray[np.uint8]:
 
 
 class _Inert:
-    """Stands in for whatever a pickle wants to build: it keeps the arguments and the state and does nothing."""
+    """Takes the place of every object in a pickle: it keeps the arguments and the state, and runs nothing."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments

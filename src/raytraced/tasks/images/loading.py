@@ -1,39 +1,47 @@
-"""A name or a path -> an image data set: the shipped digits, public sets, the user's own folders, .npz files and single files.
+"""A name or a path -> an image data set: the shipped digits, public sets, folders of images and .npz files.
 
-Legend: n samples, C channels, H and W height and width.
+Axes: n samples, C channels, H and W height and width.
 """
 
-import warnings
+import os
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from zipfile import BadZipFile, is_zipfile
 from zlib import error as ZlibError
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
 
 from raytraced.data.cache import cache_root, obtain
 from raytraced.data.sources import say
+from raytraced.errors import require, with_notes
 from raytraced.tasks.images.catalog import CATALOG, ImageSet
 from raytraced.tasks.images.dataset import Dataset, Split, build_dataset, channel_statistics
+from raytraced.tasks.images.image_file import read_image
 from raytraced.tasks.paths import own_path, visible
-from raytraced.words import require
 
 _KEYS = ("x_train", "y_train", "x_test", "y_test")
-_MAX_TOLD = 10  # bad files named in one message
+_MAX_NAMED = 10  # bad files named in one message
 _MAX_CLASSES = 65536
 
 
 def load(
     name: str, root: str | Path | None = None, *, size: int = 32, colour: bool | None = None, skip_bad: bool = False
 ) -> Dataset:
-    """Return a data set by its name, or by the path of an .npz file or of a folder with one sub-folder a class.
+    """Load an image data set.
 
-    `root` is the cache folder.  The others concern image folders: every image becomes size x size pixels, and grey or
-    colour (unless stated, colour if any image has it); `skip_bad` leaves out what cannot be read.
+    Args:
+        name: Name of a catalogued set, or path of an .npz file or of a folder with one sub-folder per class.
+        root: The cache folder.
+        size: Height and width in pixels to which the images of a folder are resized.
+        colour: Whether images of a folder become colour or grey; None: colour if any image has it.
+        skip_bad: Leave out files of a folder that cannot be read, instead of refusing the folder.
+
+    Returns:
+        The data set with its three splits.
     """
     if name == "digits":
         return load_digits()
@@ -80,7 +88,7 @@ def grey_28(images: torch.Tensor) -> torch.Tensor:
 
 
 def load_folder(folder: Path, *, size: int = 32, colour: bool | None = None, skip_bad: bool = False) -> Dataset:
-    """Return the images below a folder, one sub-folder a class, or train/ and test/ with one sub-folder a class each.
+    """Return the images below a folder, one sub-folder per class, or train/ and test/ with one sub-folder per class each.
 
     Every image is turned upright, cut to its middle square and resized to size x size.  Without train/ and test/, one
     image in five of each class, by a fixed rule, is the test split.
@@ -91,7 +99,9 @@ def load_folder(folder: Path, *, size: int = 32, colour: bool | None = None, ski
     paths_by_class = [_class_files(side) for side in sides]
     class_names = tuple(paths_by_class[0])
     if len(class_names) < 2:
-        raise ValueError(f"{sides[0]}: {len(class_names)} sub-folders with images, at least 2 are needed, one a class")
+        raise ValueError(
+            f"{sides[0]}: {len(class_names)} sub-folders with images, at least 2 are needed, one per class"
+        )
     if unknown := paths_by_class[-1].keys() - set(class_names):
         raise ValueError(f"{sides[-1]}: classes {sorted(unknown)} are not in train")
     if missing := [name for name in class_names if name not in paths_by_class[-1]]:
@@ -106,13 +116,7 @@ def load_folder(folder: Path, *, size: int = 32, colour: bool | None = None, ski
                 read[-1].append((read_image(path, height=size, width=size, colour=colour), label))
             except ValueError as error:
                 bad.append(str(error))
-    if bad:
-        told = f"{folder}: {len(bad)} of {sum(map(len, read)) + len(bad)} files cannot be read"
-        if not skip_bad:
-            more = [f"and {len(bad) - _MAX_TOLD} more"] if len(bad) > _MAX_TOLD else []
-            lines = [f"{told} (skip_bad leaves them out):", *bad[:_MAX_TOLD], *more]
-            raise ValueError((" " if len(bad) == 1 else "\n  ").join(lines))
-        say(f"{told}, left out")
+    report_bad_files(bad, sum(map(len, read)) + len(bad), skip_bad, folder)
     channels = max((len(image) for side in read for image, _ in side), default=1)
     arrays: list[NDArray[Any]] = []
     for side, labelled in zip(sides, read, strict=True):
@@ -123,11 +127,31 @@ def load_folder(folder: Path, *, size: int = 32, colour: bool | None = None, ski
     return build_dataset(folder.name, class_names, *arrays)
 
 
+def report_bad_files(bad: Sequence[str], num_files: int, skip_bad: bool, folder: Path | None = None) -> None:
+    """Refuse files that cannot be read, or with `skip_bad` print one line that they are left out.
+
+    Args:
+        bad: What is wrong with each of them, its path first.
+        num_files: Number of all files, the good ones included.
+        skip_bad: Whether bad files are left out.
+        folder: Where the files are.
+    """
+    if not bad:
+        return
+    count = f"{'' if folder is None else f'{folder}: '}{len(bad)} of {num_files} files cannot be read"
+    if skip_bad:
+        say(f"{count}, left out")
+        return
+    more = [f"and {len(bad) - _MAX_NAMED} more"] if len(bad) > _MAX_NAMED else []
+    notes = [f"  {line}" for line in (*bad[1:_MAX_NAMED], *more)]
+    raise with_notes(ValueError(f"{count} (skip_bad leaves them out): {bad[0]}"), notes)
+
+
 def load_npz(path: Path) -> Dataset:
-    """Return the data set in an .npz file with x_train, y_train and, if wanted, x_test, y_test, class_names."""
+    """Return the data set in an .npz file with x_train, y_train and, optionally, x_test, y_test, class_names."""
     try:
         if not is_zipfile(path):
-            raise ValueError("it is no archive of arrays")
+            raise ValueError("it is not an archive of arrays")
         # opened here: np.load leaves a damaged file open
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             needed = _KEYS if "x_test" in file or "y_test" in file else _KEYS[:2]
@@ -137,9 +161,9 @@ def load_npz(path: Path) -> Dataset:
             given_names = tuple(map(str, np.atleast_1d(file["class_names"]))) if "class_names" in file else ()
     except (ValueError, OSError, EOFError, BadZipFile, ZlibError, TypeError) as error:
         is_object = "allow_pickle" in str(error)  # numpy's words for what only code in the file could rebuild
-        told = "it has objects in place of numbers or text: np.array(labels, dtype=str) makes text of them"
-        wanted = "x_train and y_train, perhaps with x_test and y_test"
-        raise ValueError(f"{path}: not an .npz file with {wanted} ({told if is_object else error})") from None
+        objects = "it has objects in place of numbers or text: np.array(labels, dtype=str) makes text of them"
+        expected = "x_train and y_train, perhaps with x_test and y_test"
+        raise ValueError(f"{path}: not an .npz file with {expected} ({objects if is_object else error})") from None
     images = {key: _as_images(f"{path}: {key}", array) for key, array in arrays.items() if key.startswith("x")}
     labels = {key: array for key, array in arrays.items() if key.startswith("y")}
     for (x, images_n), (y, labels_n) in zip(images.items(), labels.items(), strict=True):
@@ -206,51 +230,14 @@ def _as_numbers(
 
 
 def _class_files(folder: Path) -> dict[str, list[Path]]:
-    """Return the files in each sub-folder, by its name; an empty one is told and left out."""
+    """Return the files in each sub-folder, by its name; an empty one is left out with a message."""
     found = {}
     for place in (path for path in visible(folder) if path.is_dir()):
         if files := [path for path in visible(place) if path.is_file()]:
-            found[place.name] = files
+            # a name that is not UTF-8 could neither be printed nor drawn
+            found[os.fsencode(place.name).decode(errors="backslashreplace")] = files
         elif visible(place):
             raise ValueError(f"{place}: sub-folders but no images, where the images of one class are expected")
         else:
             say(f"{place}: an empty folder, left out")
     return found
-
-
-def read_image(
-    path: str | Path | IO[bytes], *, height: int, width: int, colour: bool | None = None
-) -> NDArray[np.uint8]:
-    """Return a file's pixels (C, H, W): upright, cut to its middle, resized, with C of 1 or 3, by default as the file has.
-
-    Whatever is wrong with the file is a ValueError that names it.
-    """
-    try:
-        with warnings.catch_warnings():
-            # up to twice Pillow's limit it only warns, of pictures that a telephone can take
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(path) as file:
-                image = _grey_or_colour(ImageOps.exif_transpose(file), colour)
-    except UnidentifiedImageError:
-        raise ValueError(f"{path}: not an image that Pillow can read") from None
-    # A damaged file can fail in any way, in any of Pillow's decoders.
-    except Exception as error:
-        raise ValueError(f"{path}: unreadable image ({getattr(error, 'strerror', None) or error})") from None
-    cut_width = max(1, min(image.width, image.height * width // height))
-    cut_height = max(1, min(image.height, image.width * height // width))
-    left, top = (image.width - cut_width) // 2, (image.height - cut_height) // 2
-    # cut first: ImageOps.fit, or the box of resize, would blend in pixels from beyond the cut
-    image = image.crop((left, top, left + cut_width, top + cut_height))
-    image = image.resize((width, height), Image.Resampling.BILINEAR)
-    return np.array(np.asarray(image).reshape(height, width, -1).transpose(2, 0, 1), order="C")  # writable, for torch
-
-
-def _grey_or_colour(image: Any, colour: bool | None) -> Any:
-    """Return the image in Pillow's mode L or RGB, as stated or by its own kind."""
-    is_grey = image.mode in ("1", "L", "LA", "F") or image.mode.startswith("I")
-    if image.mode.startswith("I"):
-        # sixteen bits: Pillow would clip at 255 instead of scaling
-        image = Image.fromarray((np.asarray(image).clip(0, 0xFFFF) >> 8).astype(np.uint8))
-    if is_grey:
-        image = image.convert("L")
-    return image.convert("RGB" if colour or (colour is None and not is_grey) else "L")

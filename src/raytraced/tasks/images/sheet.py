@@ -1,6 +1,6 @@
 """A contact sheet: the first training images of each class in rows, the class names beside them.
 
-Legend: n samples, C channels, H and W height and width.
+Axes: n samples, C channels, H and W height and width.
 """
 
 import numpy as np
@@ -17,7 +17,16 @@ _FONT_SIZE = 16
 def contact_sheet(
     images_nCHW: NDArray[np.uint8], labels_n: NDArray[np.int64], class_names: tuple[str, ...]
 ) -> Image.Image:
-    """Return a picture with one row a class: its name and number, then its first images, pixels kept square."""
+    """Draw a contact sheet with one row per class: its name and number, then its first images.
+
+    Args:
+        images_nCHW: Images in uint8.
+        labels_n: Numbers of their classes.
+        class_names: Names of the classes.
+
+    Returns:
+        The picture; pixels stay square.
+    """
     shown = class_names[:MAX_ROWS]
     factor = max(1, -(-_TILE // max(images_nCHW.shape[2:])))
     height, width = (side * factor for side in images_nCHW.shape[2:])

@@ -1,4 +1,4 @@
-"""Images and their classes: what a batch is, how a model for it is built, how its answers are judged.
+"""Images and their classes: what a batch is, how a model for it is built, how its answers are evaluated.
 
 Axes: B batch, Y classes, n samples of a split, K numbers of experts or answers.
 """
@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from raytraced.errors import printable, require
 from raytraced.models.output import Model
 from raytraced.tasks.images.dataset import Dataset, Loader
-from raytraced.tasks.images.loading import load, read_image
+from raytraced.tasks.images.image_file import read_image
+from raytraced.tasks.images.loading import load, report_bad_files
 from raytraced.tasks.paths import visible
 from raytraced.tasks.task import Batch, Tally, Task
-from raytraced.words import require
 
 NUM_BINS = 15  # of the calibration error
-NUM_IN_GALLERY = 12  # images of each number of experts in the gallery
-MOST_DRAWN = 8  # images of one's own in a picture
+NUM_IN_GALLERY = 12  # images per number of experts in the gallery
+MOST_DRAWN = 8  # files in a picture of activation sequences
 
 
 class ImageTask(Task[Dataset]):
@@ -30,6 +31,7 @@ class ImageTask(Task[Dataset]):
 
     name = "images"
     family = ""
+    sample_name = "images"
     better = "accuracy"
     measured = ("mean", "std")
     options = {"size": int, "colour": bool, "skip_bad": bool, "augment": bool}  # noqa: RUF012
@@ -45,9 +47,9 @@ class ImageTask(Task[Dataset]):
     def spec(self, data: Dataset) -> dict[str, Any]:
         return {name: list(getattr(data, name)) for name in ("image_shape", "class_names", "mean", "std")}
 
-    def load_for(self, model: Model, data: str, root: str | None = None) -> Dataset:
-        """With its classes by the numbers that the model knows them by."""
-        return renumber(super().load_for(model, data, root), known_classes(model))
+    def load_for(self, model: Model, data: str, root: str | None = None, **options: Any) -> Dataset:
+        """Load data with its classes numbered as in the model."""
+        return renumber(super().load_for(model, data, root, **options), known_classes(model))
 
     def form(self, spec: dict[str, Any]) -> dict[str, Any]:
         channels, height, _ = spec["image_shape"]
@@ -60,15 +62,15 @@ class ImageTask(Task[Dataset]):
         require(data.image_shape == shape, "data", data.name, rule)
         for name in data.class_names:
             if name not in names:
-                told = f"{', '.join(names[:10])}{', …' if len(names) > 10 else ''}"
-                raise ValueError(f"data={data.name}: {model.name} knows no class {name!r}; it knows {told}")
+                known = f"{', '.join(names[:10])}{', …' if len(names) > 10 else ''}"
+                raise ValueError(f"data={data.name}: class {name!r} is not one of {model.name}'s, which are {known}")
 
-    def each(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
-        return self.each_of(logits[None], batch, smoothing)[0]
+    def target_losses(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        return self.exit_target_losses(logits[None], batch, smoothing)[0]
 
-    def each_of(self, answers: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    def exit_target_losses(self, answers: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
         targets_KB = batch.targets.expand(len(answers), -1)
-        # classes before samples: along a last axis of ten, PyTorch's softmax takes ten times as long
+        # Classes before samples: PyTorch's softmax takes ten times as long along a last axis of ten.
         return cross_entropy(answers.mT, targets_KB, reduction="none", label_smoothing=smoothing)
 
     def sums(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -122,30 +124,31 @@ class ImageTask(Task[Dataset]):
             draw_sequences(model, data.test, folder / "sequences.png")
 
     def predict(
-        self, model: Model, paths: Sequence[str], top: int, asked: dict[str, Any], picture: Path | None
+        self,
+        model: Model,
+        paths: Sequence[str],
+        top: int,
+        options: dict[str, Any],
+        picture: Path | None,
+        skip_bad: bool = False,
     ) -> list[dict[str, Any]]:
         (channels, height, width), names = model.card.spec["image_shape"], known_classes(model)
         require(1 <= top <= len(names), "top", top, f"must lie in 1 … {len(names)}, the number of classes")
         if not model.answers_along_the_way:
             rule = f"only for models that answer along the way, {model.name} does not"
-            require(asked["max_experts"] is None, "max_experts", asked["max_experts"], rule)
-        files = image_files(paths)
-        read = [read_image(path, height=height, width=width, colour=channels > 1) for path in files]
-        images = torch.stack([torch.from_numpy(image) for image in read])
+            require(options["max_experts"] is None, "max_experts", options["max_experts"], rule)
+        if picture is not None:
+            self.check_picture(model, picture)
+        files, images = read_files(image_files(paths), height, width, channels > 1, skip_bad)
         with torch.no_grad():
-            out = model(images.to(next(model.parameters()).device), **asked)
+            out = model(images.to(next(model.parameters()).device), **options)
         if not bool(out.logits.isfinite().all()):
             raise ValueError(f"{model.name}: its answers are not finite: the weights diverged, or are damaged")
-        probs_BK, answers_BK = out.logits.float().softmax(-1).topk(top)
         if picture is not None:
-            from raytraced.tasks.images.sequences import draw_traces, has_sequences, trace_image
-
-            if not has_sequences(model):
-                raise ValueError(f"sequence={picture}: {model.name} has no activation sequence to draw")
-            shown = zip(images[:MOST_DRAWN], files, strict=False)
-            draw_traces([trace_image(model.cpu(), image, None, names, path.name) for image, path in shown], picture)
+            self.draw_files(model, files[:MOST_DRAWN], images, options, picture)
         if (mean := model.card.spec.get("mean")) and channels == 1:
-            tell_inverted(files, images, mean[0])
+            warn_inverted(files, images, mean[0])
+        probs_BK, answers_BK = out.logits.float().softmax(-1).topk(top)
         rows = []
         for path, probs, answers, experts in zip(files, probs_BK, answers_BK, out.num_experts, strict=True):
             row: dict[str, Any] = {"image": str(path), "answer": names[answers[0]], "probability": float(probs[0])}
@@ -154,9 +157,27 @@ class ImageTask(Task[Dataset]):
             rows.append(row | {"experts": int(experts)})
         return rows
 
+    def check_picture(self, model: Model, picture: Path) -> None:
+        """Refuse to draw a model that has no activation sequences."""
+        from raytraced.tasks.images.sequences import has_sequences
+
+        if not has_sequences(model):
+            raise ValueError(f"sequence={picture}: {model.name} has no activation sequence to draw")
+
+    def draw_files(
+        self, model: Model, files: Sequence[Path], images: Tensor, options: dict[str, Any], picture: Path
+    ) -> None:
+        """Draw the activation sequences of some files, as they ran with the options."""
+        from raytraced.tasks.images.sequences import draw_traces, has_sequences, trace_image
+
+        model = model.cpu()
+        assert has_sequences(model)
+        names, shown = known_classes(model), zip(images, files, strict=False)
+        draw_traces([trace_image(model, image, None, names, path.name, options) for image, path in shown], picture)
+
 
 def image_files(paths: Sequence[str]) -> list[Path]:
-    """Files as they are, folders as the files below them."""
+    """Files in the order of the paths; a folder stands for the files below it, in the order of their names."""
     found: list[Path] = []
     for path in map(Path, paths):
         below = [one for one in visible(path, below=True) if one.is_file()] if path.is_dir() else [path]
@@ -166,22 +187,42 @@ def image_files(paths: Sequence[str]) -> list[Path]:
     return found
 
 
-def tell_inverted(files: Sequence[Path], images: Tensor, mean: float) -> None:
-    """Say on stderr which grey images look like negatives of the training images."""
+def read_files(
+    files: Sequence[Path], height: int, width: int, colour: bool, skip_bad: bool
+) -> tuple[list[Path], Tensor]:
+    """Read image files; returns those that can be read, and their pixels (n, C, H, W).
+
+    One that cannot be read is an error; with `skip_bad` it is left out, and one line is printed.
+    """
+    good, images, bad = [], [], []
+    for path in files:
+        try:
+            images.append(torch.from_numpy(read_image(path, height=height, width=width, colour=colour)))
+            good.append(path)
+        except ValueError as error:
+            bad.append(str(error))
+    report_bad_files(bad, len(files), skip_bad)
+    if not good:
+        raise ValueError(f"none of {len(files)} files can be read: {bad[0]}")
+    return good, torch.stack(images)
+
+
+def warn_inverted(files: Sequence[Path], images: Tensor, mean: float) -> None:
+    """Warn on stderr of grey images that seem to be negatives of the training images."""
     for path, image in zip(files, images, strict=True):
         brightness = float(image.float().mean()) / 255
         if abs(brightness - mean) > abs(1 - brightness - mean) + 0.25:
-            told = f"mean brightness {brightness:.2f}, training images {mean:.2f}"
-            print(f"raytraced: {path}: looks inverted ({told}); try its negative", file=sys.stderr)
+            reason = f"mean brightness {brightness:.2f}, training images {mean:.2f}"
+            print(f"raytraced: {printable(path)}: seems to be inverted ({reason}); try its negative", file=sys.stderr)
 
 
 def known_classes(model: Model) -> tuple[str, ...]:
-    """The names of a model's classes; where it was given none, their numbers."""
+    """The names of a model's classes; their numbers where it has no names."""
     return tuple(model.card.spec.get("class_names") or map(str, range(model.card.spec["num_classes"])))
 
 
 def renumber(data: Dataset, class_names: tuple[str, ...]) -> Dataset:
-    """The same images, their classes numbered as in another list, which has all of them."""
+    """Number the classes of a data set as in another list of names, which holds all of them."""
     number_Y = torch.tensor([class_names.index(name) for name in data.class_names])
     splits: Any = {name: replace(part, labels=number_Y[part.labels]) for name, part in data.splits.items()}
     return replace(data, class_names=class_names, **splits)
@@ -203,7 +244,7 @@ def calibration_error(confidence_n: Tensor, correct_n: Tensor) -> float:
 
 
 def accuracy_by_length(correct_nK: Tensor, length_n: Tensor) -> dict[str, Any]:
-    """By the number of experts that images use in the end: how many do, and their accuracy after 0, 1, … experts."""
+    """For each number of experts that images use: how many images do, and their accuracy after 0, 1, … experts."""
     rows = {length: correct_nK[length_n == length] for length in sorted(set(length_n.tolist()))}
     return {
         str(length): {"num": len(rows_nK), "accuracy": rows_nK.mean(0)[: length + 1].tolist()}
@@ -212,6 +253,6 @@ def accuracy_by_length(correct_nK: Tensor, length_n: Tensor) -> dict[str, Any]:
 
 
 def choose_gallery(length_n: Tensor, correct_n: Tensor) -> dict[str, list[int]]:
-    """The first correctly classified images of each number of experts: no picking by looks."""
+    """The first correctly classified images of each number of experts; none is picked by hand."""
     found = {length: ((length_n == length) & correct_n).nonzero()[:, 0] for length in sorted(set(length_n.tolist()))}
     return {str(length): rows[:NUM_IN_GALLERY].tolist() for length, rows in found.items() if len(rows)}

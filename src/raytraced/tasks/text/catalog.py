@@ -1,6 +1,6 @@
-"""The texts there are, and for the public ones: their checksums, where they can be had, and what is taken of their files.
+"""The catalogue of texts; for public ones their checksums, their sources, and what is used of their files.
 
-Nothing in an archive is run or unpacked to the disk. Needs no torch: catalogs are read by the command line.
+Nothing in an archive is run or unpacked to the disk. Needs no torch: the command line reads catalogues.
 """
 
 import fnmatch
@@ -23,14 +23,14 @@ _DAMAGED = (OSError, EOFError, zlib.error, tarfile.TarError, zipfile.BadZipFile,
 
 
 def public_text(name: str, readers: Readers, *sources: Source, **arrays: ArrayInfo) -> PublicSet:
-    """A text in one original file or another, cut into arrays that follow each other."""
+    """A public text, in one of several original files, divided into consecutive arrays."""
     decode = partial(decode_text, readers, arrays)
     folders, wanted = (name, "."), frozenset(readers)
     return PublicSet(name=name, arrays=arrays, wanted=wanted, decode=decode, sources=sources, folders=folders)
 
 
 def decode_text(readers: Readers, arrays: dict[str, ArrayInfo], files: Files) -> Arrays:
-    """The arrays of a text from the first of its files that is there."""
+    """The arrays of a text, from the first of its files that exists."""
     name = next((name for name in readers if name in files), next(iter(readers)))
     content = files[name]
     try:
@@ -42,7 +42,7 @@ def decode_text(readers: Readers, arrays: dict[str, ArrayInfo], files: Files) ->
 
 
 def read_archive(content: bytes, pattern: str) -> dict[str, bytes]:
-    """The files of a zip or tar archive whose names fit, in the order of their names."""
+    """The files of a zip or tar archive whose names match, sorted by name."""
     if zipfile.is_zipfile(io.BytesIO(content)):
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             return {name: archive.read(name) for name in sorted(fnmatch.filter(archive.namelist(), pattern))}
@@ -52,19 +52,19 @@ def read_archive(content: bytes, pattern: str) -> dict[str, bytes]:
 
 
 def read_plays(content: bytes) -> bytes:
-    """All plays and poems in today's spelling, by the names of their files."""
+    """All plays and poems in modern spelling, in the order of their files' names."""
     works = read_archive(content, "*/shksprdata/texts/*_gut.txt")
     return b"".join(work.replace(b"\r\n", b"\n") for work in works.values())
 
 
 def read_verses(content: bytes) -> bytes:
-    """The King James Bible, a verse a line; its marks for added words and paragraphs are left out."""
+    """The King James Bible, one verse per line, without the marks for added words and paragraphs."""
     plain = str.maketrans("", "", "[]#")
     return b"".join(f"{verse.translate(plain).strip()}\n".encode() for verse in json.loads(content).values())
 
 
 def read_modules(content: bytes) -> bytes:
-    """The modules of Python's standard library, without those that the package which carries them added."""
+    """The modules of Python's standard library, without those that the package that holds them added."""
     added = ("pyodide", "_pyodide", "_sysconfigdata", "webbrowser")
     return b"".join(text for name, text in read_archive(content, "*.py").items() if not name.startswith(added))
 
@@ -107,7 +107,7 @@ PYTHON = public_text(  # of one fixed version, 3.12, whatever Python runs here
     text=ArrayInfo((8_673_159,), "0884573bf32316e59725cfa12638edefa1b2f8d977e1efe53c69674286f48aa6"),
 )
 
-# Every text by name: what it holds, and the public sets that it is made of.
+# Every text by name: its content, and the public sets that it is made of.
 CATALOG = {
     "shakespeare": Entry("1.3 MB of text, ten plays", ()),
     "enwik8": Entry("100 MB of text, Wikipedia", (ENWIK8,)),
@@ -118,12 +118,12 @@ _TEXT = (
     "txt text md rst tex csv json jsonl xml html css py c h cc cpp js ts go rs java sh sql toml yaml yml ini log r jl"
 )
 SUFFIXES = frozenset(f".{name}" for name in _TEXT.split())
-"""of files that are read as text in a folder"""
+"""suffixes of files that are read as text in a folder"""
 _OTHERS = (".npz", ".npy", ".safetensors", ".png", ".jpg", ".jpeg", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
 
 
 def takes_path(path: Path) -> bool:
-    """Whether a path may hold a user's own text: any file that is no image or array, or a folder with text and no images."""
+    """Whether a path may hold text: a file that is neither image nor array, or a folder with text and without images."""
     if path.is_file():
         return path.suffix.lower() not in _OTHERS
     found = False

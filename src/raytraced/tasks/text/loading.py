@@ -11,6 +11,7 @@ from raytraced.data.sources import PublicSet
 from raytraced.tasks.paths import own_path, visible
 from raytraced.tasks.text.catalog import CATALOG, SUFFIXES
 from raytraced.tasks.text.dataset import Dataset, Text, build_dataset, held_out
+from raytraced.tasks.text.file_array import text_file
 from raytraced.tasks.text.tokens import encode_domains, read_tokenizer
 
 
@@ -20,33 +21,41 @@ def load(
     *,
     context: int = 128,
     steps: int = 100,
-    judged: int | None = 32_768,
+    eval_tokens: int | None = 32_768,
     tokenizer: str | None = None,
 ) -> Dataset:
-    """Return a text by its name, or by the path of a file or of a folder of text files.
+    """Load a text.
 
-    `root` is the cache folder. A window has `context` tokens, an epoch `steps` steps, and evaluation takes at most `judged`
-    tokens of a split. `tokenizer` is the path of a tokenizer.json, or the JSON itself.
+    Args:
+        name: Name of a catalogued text, or path of a file or of a folder of text files.
+        root: The cache folder.
+        context: Number of tokens per window.
+        steps: Number of steps per epoch.
+        eval_tokens: Largest number of tokens of a split that evaluation uses; None uses all.
+        tokenizer: Path of a tokenizer.json, or the JSON itself; None makes every byte a token.
+
+    Returns:
+        The data set; bytes of files stay on the disk.
     """
-    called = name if name in CATALOG else own_path(name, CATALOG).name
+    title = name if name in CATALOG else own_path(name, CATALOG).name
     domains, lengths = read_domains(name, root), None
     if tokenizer is not None:
         tokenizer = read_tokenizer(tokenizer)
         domains, lengths = encode_domains(tokenizer, domains, cache_root(root))
     return build_dataset(
-        called, domains, context=context, steps=steps, judged=judged, tokenizer=tokenizer, lengths=lengths
+        title, domains, context=context, steps=steps, eval_tokens=eval_tokens, tokenizer=tokenizer, lengths=lengths
     )
 
 
 def read_domains(name: str, root: str | Path | None) -> dict[str, dict[str, Text]]:
-    """The splits of every domain that a name or a path stands for; bytes stay where they are."""
+    """The splits of every domain of a name or a path; nothing is copied into memory."""
     if name == "shakespeare":
         return {name: held_out(Text((bundled(),)))}
     if name in CATALOG:
         return {part.name: public_splits(part, cache_root(root)) for part in CATALOG[name].parts}
     path = own_path(name, CATALOG)
     found = [path] if path.is_file() else [one for one in visible(path, below=True) if one.suffix.lower() in SUFFIXES]
-    return {path.name: held_out(Text(tuple(map_file(one) for one in found if one.is_file())))}
+    return {path.name: held_out(Text(tuple(text_file(one) for one in found if one.is_file())))}
 
 
 def bundled() -> np.ndarray:
@@ -55,11 +64,6 @@ def bundled() -> np.ndarray:
 
 
 def public_splits(public_set: PublicSet, root: Path) -> dict[str, Text]:
-    """The splits of a public text: its own, or those that every text gets."""
+    """The splits of a public text: its original ones, or those that every other text gets."""
     texts = {name: Text((array,)) for name, array in obtain(public_set, root).items()}
     return texts if "train" in texts else held_out(texts["text"])
-
-
-def map_file(path: Path) -> np.ndarray:
-    """A file's bytes as a memory map; an empty file cannot be mapped."""
-    return np.memmap(path, np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)

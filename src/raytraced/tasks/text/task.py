@@ -1,6 +1,6 @@
-"""Texts and what comes next: what a batch is, how a model for it is built, how its answers are judged.
+"""Texts and their next tokens: what a batch is, how a model for it is built, how its answers are evaluated.
 
-Axes: B windows of a batch, T tokens of a window, V vocabulary, n windows of a split, G kinds of bytes.
+Axes: B windows of a batch, T tokens per window, V vocabulary size, n windows of a split, G kinds of bytes.
 """
 
 import math
@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from raytraced.errors import require
 from raytraced.models.output import Model
 from raytraced.tasks.task import Batch, Tally, Task
 from raytraced.tasks.text.dataset import Dataset, Loader
 from raytraced.tasks.text.loading import load
-from raytraced.words import require
 
+BATCH_SIZE = 16  # windows per step, as in the presets of language models
 KINDS = ("letter", "digit", "space", "punctuation", "other")
-"""of bytes; other: control characters, and all that are not ASCII"""
+"""kinds of bytes; other: control characters, and all that are not ASCII"""
 
 
 def kind_of(byte: int) -> int:
@@ -33,43 +34,52 @@ KIND_OF_BYTE = torch.tensor([kind_of(byte) for byte in range(256)])
 
 
 class TextTask(Task[Dataset]):
-    """The token after each; the fewer bits a byte of the text takes, the better."""
+    """Predict the next token; the fewer bits per byte, the better."""
 
     name = "text"
     family = "gpt"
+    sample_name = "windows"
     better = "bits_per_byte"
     higher = False
-    options = {"context": int, "steps": int, "judged": int | None, "tokenizer": str}  # noqa: RUF012
+    options = {"context": int, "steps": int, "eval_tokens": int | None, "tokenizer": str}  # noqa: RUF012
     formats = {"bits_per_byte": ".3f"}  # noqa: RUF012
 
     def load(self, data: str, root: str | None = None, **options: Any) -> Dataset:
         self.check_options(options)
         return load(data, root, **options)
 
+    def choose_batch_size(self, data: Dataset) -> int:
+        """The same for every text: an epoch has a fixed number of steps."""
+        return BATCH_SIZE
+
     def loader(self, data: Dataset, split: str, batch_size: int, options: dict[str, Any], **place: Any) -> Loader:
         return Loader(data.splits[split], batch_size, data.steps, lengths=data.lengths, **place)
 
     def spec(self, data: Dataset) -> dict[str, Any]:
         tokens = {} if data.tokenizer is None else {"tokenizer": data.tokenizer}
-        return {"context": data.context, "vocabulary": data.vocabulary, **tokens}
+        return {"context": data.context, "vocab_size": data.vocab_size, **tokens}
+
+    def fingerprint(self, data: Dataset) -> dict[str, Any]:
+        sizes = {name: sum(map(len, split.domains)) for name, split in data.splits.items()}
+        return {"number of tokens": sum(sizes.values()), "content": data.sha256()}
 
     def form(self, spec: dict[str, Any]) -> dict[str, Any]:
         return {name: spec[name] for name in ("context", "tokenizer") if name in spec}
 
     def check_fits(self, model: Model, data: Dataset) -> None:
-        """Refuse tokens that the model does not know."""
-        known = model.card.spec.get("vocabulary", 256)
-        rule = f"has {data.vocabulary} different tokens; {model.name} knows {known}"
-        require(data.vocabulary == known, "data", data.name, rule)
+        """Refuse a text with another number of tokens than the model has."""
+        known = model.card.spec.get("vocab_size", 256)
+        rule = f"has {data.vocab_size} different tokens; {model.name} has {known}"
+        require(data.vocab_size == known, "data", data.name, rule)
 
-    def each(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    def target_losses(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """The loss of each token (B, T), 0 for padding."""
         flat = cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none", label_smoothing=smoothing)
         loss_BT = flat.view(batch.targets.shape)
         return loss_BT if batch.mask is None else loss_BT * batch.mask
 
     def num_bytes(self, batch: Batch) -> Tensor:
-        """How many bytes each target stands for (B, T), none for padding."""
+        """Number of bytes of each target (B, T), 0 for padding."""
         sizes = torch.ones_like(batch.targets) if batch.sizes is None else batch.sizes
         return sizes if batch.mask is None else sizes * batch.mask
 
@@ -80,8 +90,8 @@ class TextTask(Task[Dataset]):
         return {"bits_per_byte": sums["loss"] / max(1.0, sums["bytes"]) / math.log(2)}
 
     def columns(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Nats and bytes of each window, and of its tokens by position and by kind: what figures are the quotients of."""
-        nats_BT, bytes_BT = self.each(logits, batch).double(), self.num_bytes(batch)
+        """Nats and bytes of each window, of all its tokens, by position and by kind of byte; figures are their quotients."""
+        nats_BT, bytes_BT = self.target_losses(logits, batch).double(), self.num_bytes(batch)
         columns = {"nats": nats_BT.sum(-1), "bytes": bytes_BT.sum(-1)}
         for first, last in stretches(batch.targets.shape[1]):
             columns[f"nats from {first}"] = nats_BT[:, first - 1 : last].sum(-1)
@@ -94,7 +104,7 @@ class TextTask(Task[Dataset]):
         return columns
 
     def groups(self, batch: Batch) -> Tensor:
-        """The kind of each byte; tokens of more bytes have none."""
+        """The kind of each byte (B, T); one kind for all tokens of more than one byte."""
         if batch.sizes is not None:
             return super().groups(batch)
         return KIND_OF_BYTE.to(batch.targets.device)[batch.targets]
@@ -103,7 +113,7 @@ class TextTask(Task[Dataset]):
         return len(KINDS) if data.lengths is None else 1
 
     def figures(self, data: Dataset, split: str, tallies: Sequence[Tally]) -> dict[str, Any]:
-        """Bits a byte: of all, by position, by kind of byte and by domain; and the experts that each of these ran."""
+        """Bits per byte of all, by position, by kind of byte and by domain, and the experts that ran for each."""
         columns, load = tallies[-1].columns, tallies[-1].load
         positions = stretches(data.context)
         figures: dict[str, Any] = {
@@ -142,12 +152,12 @@ class TextTask(Task[Dataset]):
 
 
 def stretches(context: int) -> list[tuple[int, int]]:
-    """Positions 1-3, 4-15, 16-63, … up to the context: how many tokens could be looked at, itself included."""
+    """Ranges of positions in a window: 1-3, 4-15, 16-63, … up to the context."""
     firsts = [1, *(4**power for power in range(1, context.bit_length()) if 4**power < context)]
     return list(zip(firsts, [first - 1 for first in firsts[1:]] + [context], strict=True))
 
 
 def bits(columns: dict[str, Tensor], which: str) -> float | None:
-    """Bits a byte, from sums of nats and of bytes; None where there is no byte."""
+    """Bits per byte, from sums of nats and of bytes; None where there is no byte."""
     num = float(columns[f"bytes{which}"].sum())
     return float(columns[f"nats{which}"].sum()) / num / math.log(2) if num else None

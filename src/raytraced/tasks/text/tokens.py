@@ -1,6 +1,6 @@
-"""Tokens of more bytes than one: a byte-level tokenizer of the `tokenizers` library, and texts encoded by it.
+"""Tokens of more than one byte: a byte-level tokenizer of the `tokenizers` library, and texts encoded by it.
 
-Legend: V vocabulary. The library is the extra `bpe`; without a tokenizer nothing here is needed.
+Axes: V vocabulary size. The library is the extra `bpe`; nothing here is needed without a tokenizer.
 """
 
 import hashlib
@@ -13,24 +13,33 @@ from numpy.typing import NDArray
 
 from raytraced.data.cache import working_folder
 from raytraced.data.sources import say
+from raytraced.errors import printable
 from raytraced.tasks.text.dataset import Text
+from raytraced.tasks.text.file_array import npy_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from raytraced.models.gpt import GPT
 
-CHUNK = 1 << 20  # bytes that are encoded at a time, cut behind the last line
+ENCODED = 1 << 20  # bytes that are encoded at once, cut behind the last line
 
 
-def read_tokenizer(given: str) -> str:
-    """The JSON of a tokenizer, from its path or as it is; refuses one that cannot stand for every text."""
-    definition = given
-    if not given.lstrip().startswith("{"):
-        path = Path(given).expanduser()
+def read_tokenizer(source: str) -> str:
+    """Read a tokenizer and refuse one that cannot encode every text.
+
+    Args:
+        source: Path of a tokenizer.json, or the JSON itself.
+
+    Returns:
+        The JSON.
+    """
+    definition = source
+    if not source.lstrip().startswith("{"):
+        path = Path(source).expanduser()
         if not path.is_file():
             raise ValueError(
-                f"tokenizer={given}: there is no such file; give a tokenizer.json, or leave it out for bytes"
+                f"tokenizer={source}: there is no such file; give a tokenizer.json, or leave it out for bytes"
             )
         definition = path.read_text(encoding="utf-8", errors="replace")
     token_bytes(open_tokenizer(definition))
@@ -38,7 +47,7 @@ def read_tokenizer(given: str) -> str:
 
 
 def open_tokenizer(definition: str) -> "Tokenizer":
-    """The tokenizer itself."""
+    """The tokenizer of a JSON definition."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -48,11 +57,11 @@ def open_tokenizer(definition: str) -> "Tokenizer":
     try:
         return Tokenizer.from_str(definition)
     except Exception as error:
-        raise ValueError(f"tokenizer: is not one that the library tokenizers can read ({error})") from None
+        raise ValueError(f"tokenizer: the library tokenizers cannot read it ({error})") from None
 
 
 def token_bytes(tokenizer: "Tokenizer") -> list[bytes]:
-    """The bytes that each token stands for; refuses a tokenizer that cannot give a text back byte by byte."""
+    """The bytes of each token (V entries); refuses a tokenizer that cannot give a text back byte by byte."""
     kind = json.loads(tokenizer.to_str())
     levels = json.dumps([kind.get("pre_tokenizer"), kind.get("decoder")])
     num = tokenizer.get_vocab_size()
@@ -68,6 +77,12 @@ def token_bytes(tokenizer: "Tokenizer") -> list[bytes]:
         raise ValueError(
             f"tokenizer: does not fit: has no token for byte {missing[0]}; train it with the whole alphabet"
         )
+    for number, token in vocabulary.items():
+        if number not in special and (foreign := next((one for one in token if one not in byte_of), None)):
+            raise ValueError(
+                f"tokenizer: does not fit: token {number} ({printable(token)}) holds the character "
+                f"{printable(foreign)!r}, which stands for no byte; train it as byte-level tokenizer"
+            )
     return [
         special[number] if number in special else bytes(byte_of[character] for character in vocabulary[number])
         for number in range(num)
@@ -75,7 +90,7 @@ def token_bytes(tokenizer: "Tokenizer") -> list[bytes]:
 
 
 def byte_characters() -> list[str]:
-    """The character by which byte-level tokenizers write each byte (256,): itself where it is visible, else one from 256 on."""
+    """The character for each of 256 bytes in byte-level tokenizers: the same code if it is visible, else one from 256 on."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]
@@ -84,7 +99,7 @@ def byte_characters() -> list[str]:
 def encode_domains(
     definition: str, domains: dict[str, dict[str, Text]], root: Path
 ) -> tuple[dict[str, dict[str, Text]], NDArray[np.int64]]:
-    """The same texts in tokens, and the bytes of each token (V,)."""
+    """Encode the texts of all domains; returns them in tokens, and the number of bytes per token (V,)."""
     tokenizer = open_tokenizer(definition)
     lengths_V = np.array([len(one) for one in token_bytes(tokenizer)])
     encoded = {
@@ -95,28 +110,43 @@ def encode_domains(
 
 
 def encode(tokenizer: "Tokenizer", definition: str, text: Text, root: Path) -> Text:
-    """A text in tokens, memory-mapped from the cache, where it is found again by the hash of both."""
+    """A text in tokens, from the cache, whose file is named by the hash of the tokenizer and the text.
+
+    A file that is not what was written there is made again: its SHA-256 stands beside it.
+    """
     digest = hashlib.sha256(definition.encode())
-    for piece in text.pieces:
-        digest.update(np.ascontiguousarray(piece).data)
+    for part in text.chunks():
+        digest.update(np.ascontiguousarray(part).data)
     path = root / f"tokens-{digest.hexdigest()[:24]}.npy"
-    if not path.is_file():
-        if len(text) > 4 * CHUNK:
-            say(f"encoding {len(text) / 1e6:.0f} MB of text, once; kept in {path}")
-        root.mkdir(parents=True, exist_ok=True)
-        kind: Any = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.int32
-        parts = [np.array(tokenizer.encode(chunk, add_special_tokens=False).ids, kind) for chunk in chunks(text)]
-        with working_folder(root, "tokens") as folder:
-            np.save(folder / "tokens.npy", np.concatenate([np.zeros(0, kind), *parts]))
-            (folder / "tokens.npy").replace(path)
-    return Text((np.load(path, mmap_mode="r"),))
+    checksum = path.with_suffix(".sha256")
+    if path.is_file() and checksum.is_file():
+        if checksum.read_text(encoding="ascii", errors="replace") == sha256_line(path):
+            return Text((npy_file(path),))
+        say(f"{path}: is damaged; the text is encoded again")
+    if len(text) > 4 * ENCODED:
+        say(f"encoding {len(text) / 1e6:.0f} MB of text, once; kept in {path}")
+    root.mkdir(parents=True, exist_ok=True)
+    kind: Any = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.int32
+    parts = [np.array(tokenizer.encode(string, add_special_tokens=False).ids, kind) for string in strings(text)]
+    with working_folder(root, "tokens") as folder:
+        np.save(folder / path.name, np.concatenate([np.zeros(0, kind), *parts]))
+        (folder / checksum.name).write_text(sha256_line(folder / path.name), encoding="ascii")
+        for file in (path, checksum):
+            (folder / file.name).replace(file)
+    return Text((npy_file(path),))
 
 
-def chunks(text: Text) -> list[str]:
-    """A text in strings; bytes that are no UTF-8 become the sign of a character that is missing."""
+def sha256_line(path: Path) -> str:
+    """What `sha256sum` prints of a file."""
+    with path.open("rb") as file:
+        return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n"
+
+
+def strings(text: Text) -> list[str]:
+    """A text in strings; bytes that are not UTF-8 become the replacement character."""
     found, start = [], 0
     while start < len(text):
-        stop = min(start + CHUNK, len(text))
+        stop = min(start + ENCODED, len(text))
         content = text.read(start, stop).tobytes()
         if stop < len(text) and (cut := content.rfind(b"\n") + 1):
             content = content[:cut]
@@ -126,7 +156,11 @@ def chunks(text: Text) -> list[str]:
 
 
 class Codec:
-    """Bytes to the tokens of a language model and back."""
+    """Encodes bytes into the tokens of a language model, and back.
+
+    Args:
+        model: The language model, whose card holds its tokenizer.
+    """
 
     def __init__(self, model: "GPT") -> None:
         self.tokenizer = None if model.tokenizer is None else open_tokenizer(model.tokenizer)
@@ -134,9 +168,9 @@ class Codec:
             [bytes((byte,)) for byte in range(256)] if self.tokenizer is None else token_bytes(self.tokenizer)
         )
         self.model = model
-        if len(self.bytes_of) != model.vocabulary:
-            known = len(self.bytes_of)
-            raise ValueError(f"tokenizer: does not fit: has {known} tokens, {model.name} knows {model.vocabulary}")
+        if len(self.bytes_of) != model.vocab_size:
+            num = len(self.bytes_of)
+            raise ValueError(f"tokenizer: does not fit: has {num} tokens, {model.name} has {model.vocab_size}")
 
     def encode(self, content: bytes) -> list[int]:
         """The tokens of a text."""
@@ -146,9 +180,18 @@ class Codec:
         return ids
 
     def encode_prompt(self, name: str, content: bytes) -> list[int]:
-        """The tokens of a text to go on with, by default a new line; refuses more than the model looks at."""
+        """Encode a prompt; refuses more tokens than the model's context.
+
+        Args:
+            name: What the prompt is called in an error.
+            content: The bytes; an empty prompt stands for a line break.
+
+        Returns:
+            The tokens.
+        """
         tokens = self.encode(content or b"\n")
         context, unit = self.model.context, "bytes" if self.tokenizer is None else "tokens"
         if len(tokens) > context:
-            raise ValueError(f"{name}: has {len(tokens):,} {unit}; {self.model.name} looks at {context:,}: give fewer")
+            limit = f"the context of {self.model.name} is {context:,}"
+            raise ValueError(f"{name}: has {len(tokens):,} {unit}; {limit}: give fewer")
         return tokens

@@ -1,0 +1,133 @@
+"""`python -m experiments.reproduce`: train what is missing, then write tables, figures and a report. Needs no torch."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from experiments.reproduce import plan
+from experiments.reproduce.plan import FULL, PARTS, QUICK, TEXT, TEXT_QUICK, Planner, Scale, Selection, collect_runs
+from experiments.reproduce.records import Store, read_searches
+from raytraced.errors import did_you_mean, require
+
+
+def reproduce(
+    quick: bool = False,
+    only: str | None = None,
+    data: str | None = None,
+    output: str = "results",
+    data_root: str | None = None,
+    workers: int | None = None,
+    redraw: bool = False,
+    dry_run: bool = False,
+) -> int:
+    """Run every model on every data set over seeds, and write tables, figures and a report.
+
+    Args:
+        quick: Run a small version of all experiments in a few minutes, into OUTPUT/quick.
+        only: Parts, such as table1,fig5, or sets of parts: default, claims, frontier, union, all; or text alone.
+        data: Only these data sets, such as mnist,cifar10.
+        output: Folder of the results; its sub-folder runs holds the run folders.
+        data_root: Folder of the data sets (default: $RAYTRACED_HOME/data, else raytraced/data in the user's cache folder).
+        workers: Number of processes that train at the same time, one core each (default: the number of cores).
+        redraw: Train nothing; draw from the records in OUTPUT/records.
+        dry_run: Only print the number of runs and an estimate of the time.
+    """
+    parts = plan.choose_parts(words_of(only) or (["all"] if quick else ["default"]))
+    if "text" in parts and len(parts) > 1:
+        raise ValueError(f"only={only}: text has a folder of its own; give it alone")
+    texts = parts == ["text"]
+    scale = (TEXT_QUICK if quick else TEXT) if texts else QUICK if quick else FULL
+    if quick and "ship" in parts:
+        raise ValueError("only=ship: quick runs are not worth shipping; leave --quick out")
+    selected = tuple(dict.fromkeys(words_of(data))) or None
+    for name in selected or ():
+        require(name in scale.data, "data", name, f"no such data set; {did_you_mean(name, scale.data)}")
+    folder = Path(output) / "quick" if quick else Path(output)
+    folder = folder / "text" if texts else folder
+    if workers is None:
+        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    require(workers >= 1, "workers", workers, "must be at least 1")
+    if dry_run:
+        return print_plan(parts, scale, selected, folder, workers)
+    failures = {} if redraw else train_all(parts, scale, selected, folder, data_root, workers)
+    page = write_results(parts, scale, selected, folder, data_root)
+    for key, problem in failures.items():
+        print(f"failed: {key}: {problem}")
+    print(page)
+    return 1 if failures else 0
+
+
+def words_of(words: str | None) -> list[str]:
+    """Split at commas."""
+    return [word.strip() for word in (words or "").split(",") if word.strip()]
+
+
+def find_plan(scale: Scale, folder: Path) -> Planner:
+    """A plan with the learning rates of the recorded searches; a search made with another recipe does not count."""
+    results = Store(folder / "records").results(plan.every_run(Planner(scale, {})))
+    return Planner(scale, *read_searches(results, scale))
+
+
+def train_all(
+    parts: list[str], scale: Scale, selected: Selection, folder: Path, data_root: str | None, workers: int
+) -> dict[str, str]:
+    """Train the missing runs: first the learning-rate searches, then the runs that need their results."""
+    import matplotlib  # noqa: F401 (a missing one is reported before hours of training)
+
+    from experiments.reproduce.run import run_all
+    from raytraced.tasks.registry import find_task
+
+    failures: dict[str, str] = {}
+    planner = find_plan(scale, folder)
+    while True:
+        runs = collect_runs(parts, planner, selected)
+        if not runs:
+            raise ValueError(f"nothing to run: {', '.join(parts)} has no run on {', '.join(selected or ())}")
+        for name in sorted({run.data for run in runs}):  # cached before training: two workers must not fetch the same
+            find_task(name).load(name, data_root)
+        failures |= run_all(runs, folder / "runs", folder / "records", workers, data_root)
+        found = find_plan(scale, folder)
+        if found == planner:
+            # A search's run that diverged is a result, not a failure.
+            known = Store(folder / "records").records
+            return {
+                key: problem for key, problem in failures.items() if key not in known or known[key].group != "search"
+            }
+        planner = found
+
+
+def write_results(parts: list[str], scale: Scale, selected: Selection, folder: Path, data_root: str | None) -> Path:
+    """Draw some parts, and write summary, tables and report from all records; return the page to open."""
+    results = Store(folder / "records").results(plan.every_run(find_plan(scale, folder)))
+    if not results.whole:
+        raise ValueError(f"{folder / 'records'}: holds no record of a run; leave --redraw out to train")
+    from experiments.reproduce.figures import save_figures
+    from experiments.reproduce.report import write_report
+    from experiments.reproduce.ship import ship_all
+    from experiments.reproduce.text import write_text
+
+    quick, texts = scale.name == "quick", parts == ["text"]
+    names = results.data() if texts else list(selected or (name for name, info in scale.data.items() if info.paper))
+    save_figures(parts, results, names, folder / "figures", data_root, quick)
+    if texts:
+        return write_text(results, folder, quick)
+    write_report(results, scale, folder)
+    if "ship" in parts:
+        ship_all(results, folder / "runs", data_root=data_root)
+    return folder / "report.html"
+
+
+def print_plan(parts: list[str], scale: Scale, selected: Selection, folder: Path, workers: int) -> int:
+    """Print the number of runs of each part, and an estimate of the time."""
+    whole = Planner(replace(scale, fixed_lr=1.0), {})  # any rate serves to count the runs that wait for a search
+    planned = collect_runs(parts, find_plan(scale, folder), selected)
+    rows = {part: plan.runs_of(part, whole, selected) for part in parts}
+    counted = {run.key for runs in rows.values() for run in runs}
+    first = [run for run in planned if run.group == "search" and run.key not in counted]
+    rows = ({"search": first} if first else {}) | rows
+    rows["together"] = list({run.key: run for runs in rows.values() for run in runs}.values())
+    titles = PARTS | {"search": "Learning rates that must be searched for first", "together": "each run once"}
+    for name, runs in rows.items():
+        hours = sum(run.expected_seconds for run in runs) / workers / 3600
+        print(f"{name:<12} {len(runs):>4} runs  {hours:>5.1f} h  {titles[name]}")
+    return 0

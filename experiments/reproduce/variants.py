@@ -1,0 +1,172 @@
+"""All models of the experiments: their labels in tables, and their options. Needs no torch."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from raytraced.models.registry import PAPER, SHIPPED
+from raytraced.training.config import Preset
+
+# The models of the paper's tables: label → name in print.
+NAMES = {
+    "mlp-total": "MLP (36), residual",
+    "mlp-avg": "MLP (24), residual",
+    "top-k": "Top-2 MoE",
+    "threshold": "Threshold MoE",
+    "mre": "MRE, our recipe",
+    "mre-paper": "MRE, as in the paper",
+}
+DATA_NAMES = {
+    "digits": "Digits",
+    "mnist": "MNIST",
+    "fashion-mnist": "Fashion-MNIST",
+    "cifar10": "CIFAR-10",
+    "union": "Union (30 classes)",
+    "shakespeare": "Shakespeare",
+    "enwik8": "enwik8",
+    "mix": "Mix of five domains",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model, its options, and the training options in which it differs from the others."""
+
+    label: str  # its name in tables, figures and summary.json
+    model: str  # its name in the registry
+    options: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    preset: Preset = "best"
+    lr: float | None = None  # a rate that is part of the recipe; None: the search finds it
+    tuned_as: "Variant | None" = None  # the variant whose search it shares
+    family: str = ""  # the model of which it is one setting; empty: its label
+    setting: float | None = None
+
+
+# Written in full, like PAPER: records hold these options, and a test compares them with the models that are built now.
+RECIPE = {"stream": "residual", "weighting": "rates-to-one", "mask_gradient": "active", "estimator": "none",
+          "train_select": "greedy", "output_logit_offset": 5.0, "input_rank": 4}  # fmt: skip
+
+# The paper's models. All baselines have a residual stream, as MRE has: plain MLPs of nine layers hardly train.
+MLP_TOTAL = Variant("mlp-total", "mlp-total", {"stream": "residual"})
+MLP_AVG = Variant("mlp-avg", "mlp-avg", {"stream": "residual"})
+TOP_K = Variant("top-k", "top-k")
+THRESHOLD = Variant("threshold", "threshold")
+MRE = Variant("mre", "mre", RECIPE)
+# The paper's model by the reading of benchmarks/readings.md: a fixed learning rate without search, and no schedule.
+MRE_PAPER = Variant("mre-paper", "mre-paper", PAPER, preset="paper", lr=1e-3)
+# The baselines as in the paper: no residual stream, no decay, a learning rate of 5e-4.
+PAPER_BASELINES = tuple(
+    Variant(f"{name}-paper", name, {"stream": "last"}, preset="paper", lr=5e-4)
+    for name in ("mlp-total", "mlp-avg", "top-k", "threshold")
+)
+PAPER_VARIANTS = (MLP_TOTAL, MLP_AVG, TOP_K, THRESHOLD, MRE, MRE_PAPER)
+# All models at the same constant learning rate, as in the paper's figure 3.
+EQUAL_LR = 1e-3
+EQUAL_VARIANTS = tuple(replace(one, lr=EQUAL_LR, training={"schedule": "constant"}) for one in PAPER_VARIANTS)
+
+TOP_K_BALANCE = Variant("top-k-balance", "top-k", {"balance": 0.01}, tuned_as=TOP_K)
+AUX_FREE = Variant("aux-free", "aux-free")
+BALANCE_VARIANTS = (MRE, MRE_PAPER, TOP_K, TOP_K_BALANCE, AUX_FREE)
+
+TOP_1 = Variant("top-1", "top-k", {"k": 1}, tuned_as=TOP_K)
+TOP_ANY = Variant("top-any", "top-any", {"removal": 100})
+OTHERS = (TOP_ANY, *(Variant(name, name) for name in ("ada-k", "null-experts", "chain")))
+ROUTED_VARIANTS = (TOP_1, TOP_K, TOP_K_BALANCE, AUX_FREE, THRESHOLD, *OTHERS)
+MULTI_EXIT = Variant("multi-exit", "multi-exit", {"stream": "residual"})
+DENSE_VARIANTS = tuple(
+    Variant(f"dense-{num}", "dense", {"num_blocks": num}, family="dense", setting=num) for num in (1, 2, 4, 8)
+)
+
+# Trained for early exit: half of the loss is that of the exits after each layer or block, as in our recipe.
+EXIT_BASELINES = tuple(
+    replace(one, label=f"{one.label}-exits", training={"exit_loss": 0.5}, tuned_as=one.tuned_as or one,
+            family=f"{one.family}-exits" if one.family else "")
+    for one in (*DENSE_VARIANTS, TOP_1, TOP_K, THRESHOLD)
+)  # fmt: skip
+
+
+def exit_variants(wide: bool) -> tuple[Variant, ...]:
+    """All models with early exit on a data set. Multi-exit, as wide as MRE, has its own loss over all exits."""
+    width = {} if wide else {"dim": 16}
+    exits = replace(MULTI_EXIT, label="multi-exit-exits", options=MULTI_EXIT.options | width, tuned_as=MULTI_EXIT)
+    return (MRE, *EXIT_BASELINES, exits)
+
+
+def compared_variants(wide: bool) -> tuple[Variant, ...]:
+    """All models that are compared on a data set: ours, baselines, controls; the paper's sizes only if it is not wide."""
+    narrow = () if wide else (MRE_PAPER, MLP_TOTAL, MLP_AVG, MULTI_EXIT)
+    return (MRE, *narrow, *ROUTED_VARIANTS, *DENSE_VARIANTS)
+
+
+# Models whose cost can be set: model → option, its default, the other settings. For MRE it is target_experts.
+COST_SETTINGS: dict[str, tuple[str, float, tuple[float, ...]]] = {
+    "threshold": ("threshold", 0.5, (0.8, 0.95)),
+    "ada-k": ("expert_cost", 0.0, (0.003, 0.03)),
+    "null-experts": ("num_null", 8, (4, 24)),
+}
+
+
+def swept_variants(targets: tuple[float, ...]) -> tuple[Variant, ...]:
+    """All other settings of models whose cost can be set, each trained at the learning rate of its default."""
+    ours = replace(MRE, tuned_as=MRE, family="mre")
+    aimed = (replace(ours, label=f"mre-target-{t:g}", training={"target_experts": t}, setting=t) for t in targets)
+    turned = (
+        Variant(f"{name}-{value:g}", name, {option: value}, tuned_as=Variant(name, name), family=name, setting=value)
+        for name, (option, _, settings) in COST_SETTINGS.items()
+        for value in settings
+    )
+    return (*aimed, *turned)
+
+
+def temperature_variants(temperatures: tuple[float, ...]) -> tuple[Variant, ...]:
+    """The paper's model at several temperatures of its Gumbel-softmax."""
+    return tuple(
+        replace(MRE_PAPER, label=f"mre-paper-tau-{tau:g}", family="mre-paper", setting=tau,
+                options=PAPER | {"temperature": tau})
+        for tau in temperatures
+    )  # fmt: skip
+
+
+INIT_VARIANTS = tuple(
+    replace(MRE_PAPER, label=f"mre-paper-init-{name}", options=PAPER | {"scale_init": scaled})
+    for name, scaled in (("scaled", True), ("plain", False))
+)
+
+# On tokens, 32 experts in each block of a decoder. Found on validation bytes: docs/lab/text.md.
+TEXT_RECIPE = {"num_layers": 2, "num_experts": 16, "weighting": "rates", "input_rank": 16, "output_logit_offset": 0.0}
+ONE_LAYER = {"num_layers": 1, "num_experts": 32}
+# One layer of all 32 experts. `stop` is small: at 1 its sequences would end after one expert.
+WIDE = ONE_LAYER | {"weighting": "rates", "input_rank": 0, "output_logit_offset": 0.0, "stop": 0.12}
+
+
+def text_variants() -> tuple[Variant, ...]:
+    """All models that are compared on text. One search per group: ours, ours in one layer, dense, one layer of 32, stacks."""
+    mre = Variant("mre", "gpt-mre", TEXT_RECIPE, {"target_experts": None})
+    mre_wide = Variant("mre-wide", "gpt-mre", WIDE, {"target_experts": None})
+    shared: tuple[tuple[Variant, ...], ...] = (  # the search of the first is that of the group
+        (
+            mre,
+            replace(mre, label="mre-target-4", training={"target_experts": 4.0}, family="mre", setting=4),
+            replace(mre, label="mre-target-8", training={"target_experts": 8.0}, family="mre", setting=8),
+            replace(mre, label="mre-elastic", training={"target_experts": None, "anytime_loss": 0.25}),
+        ),
+        (mre_wide, replace(mre_wide, label="mre-wide-target-4", training={"target_experts": 4.0})),
+        tuple(replace(DENSE_VARIANTS[at], model="gpt-dense") for at in (2, 0, 1, 3)),  # 4 blocks, then 1, 2, 8
+        (
+            *(Variant(f"top-{k}-of-32", "gpt-top-k", ONE_LAYER | {"k": k, "total": "count"}) for k in (4, 1, 2)),
+            Variant("threshold-of-32", "gpt-threshold", ONE_LAYER | {"total": "count"}),
+            Variant("relu-of-32", "gpt-relu", ONE_LAYER | {"k": 4.0}),
+        ),
+        (
+            *(Variant(f"stack-{k}", "gpt-top-k", {"k": k}) for k in (2, 1)),
+            Variant("planned-1", "gpt-planned", {"k": 1}),
+            *(Variant(name, f"gpt-{name}") for name in ("threshold", "aux-free", "null-experts", "chain", "relu")),
+        ),
+    )
+    return tuple(replace(one, tuned_as=first) for first, *others in shared for one in (first, *others))
+
+
+# How each shipped model was trained: name → data set and recipe.
+SHIPPED_RECIPES = {
+    name: (name.removeprefix("mre-").removeprefix("paper-"), MRE_PAPER if "paper" in name else MRE) for name in SHIPPED
+}

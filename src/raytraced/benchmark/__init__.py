@@ -1,1 +1,0 @@
-"""Ratios of times and of memory, measured side by side in one run: docs/speed.md."""

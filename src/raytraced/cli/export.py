@@ -1,0 +1,39 @@
+"""`raytraced export`: a trained classifier as a file for other runtimes; torch is imported only when the command runs."""
+
+from pathlib import Path
+from typing import Literal
+
+from raytraced.cli.training import find_source
+from raytraced.errors import printable
+
+ENDINGS = {"onnx": ".onnx", "torch": ".pt2"}
+
+
+def export(
+    run: str,
+    format: Literal["onnx", "torch"] = "onnx",
+    output: str | None = None,
+    prefixes: bool = False,
+    pixels: Literal["uint8", "float"] = "uint8",
+    opset: int = 20,
+    weights: Literal["last", "best"] = "last",
+    runs_dir: str = "runs",
+) -> None:
+    """Export a trained classifier as one graph for other runtimes: any batch size, the budget of experts as an input.
+
+    Args:
+        format: onnx for onnxruntime and other ONNX runtimes, torch for torch.export.load.
+        output: The file to write (default: the run's name with .onnx or .pt2).
+        prefixes: Return the answers after 0, 1, 2, … experts instead of only the last one.
+        pixels: Type of the images: bytes (uint8) or fractions in 0 … 1 (float).
+        opset: Version of ONNX's operators, 18 to 23.
+    """
+    source = find_source(run, runs_dir, weights)
+    path = Path(output or Path(run).name.removesuffix(".safetensors") + ENDINGS[format])
+    from raytraced.io.export import export as write
+    from raytraced.io.saving import load
+
+    inputs, outputs = write(load(source), path, format, pixels=pixels, prefixes=prefixes, opset=opset)
+    print(
+        f"{printable(path)}: {path.stat().st_size / 1024:.0f} KiB, takes {', '.join(inputs)}, gives {', '.join(outputs)}"
+    )

@@ -1,0 +1,372 @@
+"""Classifiers as graphs for other runtimes: ONNX, where a sequence is one Loop, and torch.export.
+
+Axes: B batch, L layers, S steps of a layer, N experts per layer, M = L·N nodes, K = M + 1 candidates,
+D width, H an expert's inner width, F = N·H, Y classes.
+"""
+
+import io
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raytraced import kernels
+from raytraced.errors import require, require_one_of
+from raytraced.experts import MLPExperts, run_stream, update_dense
+from raytraced.files import write_file
+from raytraced.models.classifier import Classifier
+from raytraced.models.output import Model
+from raytraced.routers.raytraced import RaytracedExperts
+from raytraced.routing import Rates, RoutingNetwork
+from raytraced.sequence import WEIGHTINGS, Stop, apply_stop
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto
+
+Format = Literal["onnx", "torch"]
+Pixels = Literal["uint8", "float"]
+OPSETS = range(18, 24)  # versions that torch writes directly; its version converter breaks Loop nodes
+EXAMPLES = 7  # images that a graph is traced with; a size that the code does not use, so that it stands for any size
+
+
+# The outputs of every graph: logits (B, Y), of all prefixes (B, M + 1, Y), num_experts (B,) and active (B, S, N), 0 or 1.
+OUTPUTS = ("logits", "num_experts", "active")
+
+
+class GreedyRoute(NamedTuple):
+    """The end of a greedy activation sequence."""
+
+    active: Tensor  # (B, L, N), 0 or 1
+    rates: Rates  # the firing rates under that set
+    prefixes: Tensor  # (B, M + 1, …), the output after 0, 1, … M experts; (B, 0) where it was not asked for
+
+
+def follow(
+    routing: RoutingNetwork,
+    entry_BN: Tensor,
+    max_experts: Tensor,
+    *,
+    stop: Stop,
+    input_logits_BLNO: Tensor | None = None,
+    read_out: Callable[[Tensor, Rates], Tensor] | None = None,
+) -> GreedyRoute:
+    """Algorithm 1, greedy, as one loop of a graph.
+
+    Args:
+        routing: The routing network.
+        entry_BN: Firing rates that enter the first layer (B, N).
+        max_experts: The budget (), an input of the graph; a negative one counts as 0.
+        stop: When a sequence ends, as for `RaytracedExperts`.
+        input_logits_BLNO: What the input adds to the gates' logits (B, L − 1, N, N + 1).
+        read_out: Computes an output (B, …) from the active set (B, L, N) and its rates; called for every prefix.
+
+    Returns:
+        The final set, its rates, and the outputs of all prefixes; after the end of a sequence the last one is repeated.
+    """
+    B, L, N, M = entry_BN.shape[0], routing.num_layers, routing.num_experts, routing.num_nodes
+    candidates_K = torch.arange(M + 1, device=entry_BN.device)
+
+    def continues(step: Tensor, active_BM: Tensor, running_B: Tensor, *_: Tensor) -> Tensor:
+        return (step < max_experts) & (step < M) & running_B.any()
+
+    def activate(
+        step: Tensor, active_BM: Tensor, running_B: Tensor, nodes_BLN: Tensor, output_B: Tensor, prefixes: Tensor
+    ) -> tuple[Tensor, ...]:
+        probs_BK = torch.cat((nodes_BLN.flatten(1) * (1 - active_BM), output_B[:, None]), -1)
+        choice_B = apply_stop(probs_BK, stop).argmax(-1)
+        draw_BK = (choice_B[:, None] == candidates_K).to(probs_BK) * running_B[:, None]
+        active_BM = active_BM + draw_BK[:, :M]
+        rates = routing(entry_BN, active_BM.unflatten(1, (L, N)), input_logits_BLNO)
+        if read_out is not None:
+            from_here_K = (candidates_K > step).view(-1, *[1] * (prefixes.ndim - 2))
+            output = read_out(active_BM.unflatten(1, (L, N)), rates)
+            prefixes = torch.where(from_here_K, output[:, None], prefixes)
+        return step + 1, active_BM, running_B & (choice_B < M), rates.nodes, rates.output, prefixes.clone()
+
+    active_BM = entry_BN.new_zeros(B, M)
+    rates = routing(entry_BN, active_BM.unflatten(1, (L, N)), input_logits_BLNO)
+    prefixes = entry_BN.new_zeros(B, 0)
+    if read_out is not None:
+        first = read_out(active_BM.unflatten(1, (L, N)), rates)[:, None]
+        prefixes = first.expand(B, M + 1, *first.shape[2:]).contiguous()
+    step, running_B = torch.zeros_like(max_experts), torch.ones_like(entry_BN[:, 0], dtype=torch.bool)
+    # A loop of the graph, not M copies of its body: a third of the time to export, a tenth of the nodes.
+    _, active_BM, _, nodes_BLN, output_B, prefixes = torch.while_loop(
+        continues, activate, (step, active_BM, running_B, *rates, prefixes)
+    )
+    return GreedyRoute(active_BM.unflatten(1, (L, N)), Rates(nodes_BLN, output_B), prefixes)
+
+
+def update_folded(experts: MLPExperts, layer: int, hidden_BD: Tensor, weights_BN: Tensor) -> Tensor:
+    """As `update_dense` (B, D), in two large products: into all experts of a layer, and, weighted, out of all of them.
+
+    To run each expert on its own rows is slower for small experts and small batches: docs/lab/export.md has the figures.
+    """
+    first_NHD, *inner, last_NDH = [weight[layer] for weight in experts.weights]
+    first_NH, *inner_biases, last_ND = [bias[layer] for bias in experts.biases]
+    x_BNH = F.linear(hidden_BD, first_NHD.flatten(0, 1), first_NH.flatten()).unflatten(1, first_NH.shape)
+    for weight_NHH, bias_NH in zip(inner, inner_biases, strict=True):
+        x_BNH = (F.relu(x_BNH).transpose(0, 1) @ weight_NHH.mT + bias_NH[:, None]).transpose(0, 1)
+    weighted_BF = (F.relu(x_BNH) * weights_BN[:, :, None]).flatten(1)
+    return F.linear(weighted_BF, last_NDH.transpose(0, 1).flatten(1)) + weights_BN @ last_ND
+
+
+class RaytracedGraph(nn.Module):
+    """The graph of a raytraced classifier.
+
+    Args:
+        model: The classifier.
+        prefixes: Whether `logits` are those after 0, 1, … M experts (B, M + 1, Y) instead of the last ones (B, Y).
+
+    Returns (from ``forward``, which takes images (B, C, H, W) and a budget ()):
+        `logits`, `num_experts` (B,) and `active` (B, L, N) by name.
+    """
+
+    inputs = ("images", "max_experts")
+
+    def __init__(self, model: Classifier, prefixes: bool) -> None:
+        super().__init__()
+        assert isinstance(model.layer, RaytracedExperts)
+        self.model, self.layer, self.prefixes = model, model.layer, prefixes
+
+    def forward(self, images: Tensor, max_experts: Tensor) -> dict[str, Tensor]:
+        layer, router = self.layer, self.layer.router
+        hidden_BD = self.model.input_block(images)
+
+        def answer(active_BLN: Tensor, rates: Rates) -> Tensor:
+            weights_BLN = WEIGHTINGS[router.config.weighting](active_BLN, rates.nodes)
+
+            def update(index: int, stream_BD: Tensor) -> Tensor:
+                if isinstance(layer.experts, MLPExperts):
+                    return update_folded(layer.experts, index, stream_BD, weights_BLN[:, index])
+                return update_dense(layer.experts, index, stream_BD, weights_BLN[:, index])
+
+            return self.model.head(run_stream(layer.stream, router.num_layers, hidden_BD, update))
+
+        active_BLN, rates, prefixes_BKY = follow(
+            router.routing,
+            router.entry(hidden_BD),
+            max_experts,
+            stop=router.config.stop,
+            input_logits_BLNO=router.input_logits(hidden_BD),
+            read_out=answer if self.prefixes else None,
+        )
+        logits = prefixes_BKY if self.prefixes else answer(active_BLN, rates)
+        return dict(zip(OUTPUTS, (logits, active_BLN.sum((1, 2)).long(), active_BLN), strict=True))
+
+
+class BaselineGraph(nn.Module):
+    """The graph of any other classifier: images (B, C, H, W) -> `logits`, `num_experts` and `active` by name."""
+
+    inputs = ("images",)
+
+    def __init__(self, model: Classifier) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        out = self.model(images)
+        return dict(zip(OUTPUTS, (out.logits, out.num_experts, out.routes[0].active), strict=True))
+
+
+def export(
+    model: Model,
+    path: str | Path,
+    format: Format = "onnx",
+    *,
+    pixels: Pixels = "uint8",
+    prefixes: bool = False,
+    opset: int = 20,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Write a classifier as a graph for another runtime; a crash leaves no part of a file.
+
+    The graph takes batches of any size, also empty ones. A raytraced model's graph has a second input, `max_experts` (),
+    the largest number of experts per image; a negative number counts as 0.
+
+    Args:
+        model: A classifier made by `raytraced.build` or `raytraced.load`, in float32 and in evaluation mode.
+        path: The file to write.
+        format: "onnx", or "torch" for a file of `torch.export`.
+        pixels: Kind of the images: "uint8" for bytes, "float" for fractions in 0 … 1. The graph normalises them itself.
+        prefixes: Whether the logits are those after 0, 1, … experts, (B, M + 1, Y); for raytraced models only.
+        opset: Version of ONNX's operators.
+
+    Returns:
+        The names of the graph's inputs and those of its outputs: logits (B, Y), num_experts (B,) and active (B, S, N).
+    """
+    path = Path(path)
+    require_one_of("format", format, get_args(Format))
+    require_one_of("pixels", pixels, get_args(Pixels))
+    _check_home(path)
+    if format == "onnx":
+        is_known = isinstance(opset, int) and opset in OPSETS
+        require(is_known, "opset", repr(opset), f"must lie in {OPSETS[0]} … {OPSETS[-1]}: a loop needs that")
+        missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+        require(not missing, "format", format, f"needs {' and '.join(missing)}; pip install 'raytraced[onnx]'")
+    graph = _graph(model, prefixes)
+    program = trace(graph, pixels)
+    card = json.dumps(asdict(model.card), default=lambda value: type(value).__name__)
+    try:
+        content = _as_onnx(program, graph.inputs, opset, card) if format == "onnx" else _as_torch(program, card)
+    except Exception as error:
+        lines = str(error).splitlines()
+        first = lines[0] if lines else type(error).__name__
+        reason = next((line for line in lines if "No ONNX function" in line), first)
+        raise ValueError(
+            f"{model.name}: cannot be exported as {format} ({reason.partition('>: ')[2] or reason:.150})"
+        ) from error
+    write_file(path, content)
+    return graph.inputs, OUTPUTS
+
+
+def trace(graph: "RaytracedGraph | BaselineGraph", pixels: Pixels = "uint8") -> torch.export.ExportedProgram:
+    """Trace a graph with torch.export, for batches of any size."""
+    block = graph.model.input_block
+    images = torch.rand(EXAMPLES, *block.image_shape)
+    examples = (images if pixels == "float" else (images * 255).byte(), torch.tensor(EXAMPLES))[: len(graph.inputs)]
+    sizes = ({0: torch.export.Dim("batch", min=1)}, None)[: len(graph.inputs)]
+    try:
+        with kernels.use("plain"), torch.no_grad(), _quiet():
+            return torch.export.export(graph, examples, dynamic_shapes=sizes)
+    except Exception as error:  # torch.export raises errors of many kinds
+        reason = " ".join(str(error).split(".")[0].split())
+        raise ValueError(f"{graph.model.name}: cannot be exported, torch cannot trace it ({reason:.150})") from error
+
+
+def _graph(model: Model, prefixes: bool) -> "RaytracedGraph | BaselineGraph":
+    """The graph of a model; a ValueError says why a model has none."""
+    if not isinstance(model, Classifier):
+        name = model.name if isinstance(model, Model) else type(model).__name__
+        raise ValueError(f"{name}: cannot be exported; only classifiers of images with one answer per image can")
+    if not (model.card and model.card.model):
+        raise ValueError(f"{type(model).__name__}: has no card with a name; make it with raytraced.build or load")
+    if not all(bool(values.isfinite().all()) for values in model.state_dict().values()):
+        raise ValueError(
+            f"{model.name}: its weights are not finite: training diverged, or the file is damaged; train it again"
+        )
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    require(
+        dtypes == {torch.float32}, "model", model.name, "must be in float32 to be exported; convert it with .float()"
+    )
+    require(not model.training, "model", model.name, "is in training mode; call .eval() first")
+    layer = model.layer
+    # A subclass with a pass of its own is traced as it is.
+    if isinstance(layer, RaytracedExperts) and type(layer).run is RaytracedExperts.run:
+        return RaytracedGraph(model, prefixes)
+    require(not prefixes, "prefixes", prefixes, f"{model.name} has one answer only; for raytraced models")
+    return BaselineGraph(model)
+
+
+def _as_onnx(program: torch.export.ExportedProgram, inputs: tuple[str, ...], opset: int, card: str) -> bytes:
+    """A traced graph as the bytes of an ONNX file, with the card in its metadata."""
+    with _quiet():
+        from onnx_ir.passes.common import RemoveUnusedNodesPass
+        from onnxscript import opset18 as op
+
+        def sort(values, stable=None, dim=-1, descending=False):  # type: ignore[no-untyped-def]
+            """A stable sort: TopK keeps equal values in their order."""
+            size = op.Shape(values, start=dim, end=dim + 1 if dim != -1 else None)
+            return op.TopK(values, size, axis=dim, largest=int(descending), sorted=1)
+
+        written = torch.onnx.export(
+            program,
+            input_names=inputs,
+            output_names=OUTPUTS,
+            opset_version=opset,
+            dynamic_shapes=({0: "batch"}, None)[: len(inputs)],  # a name that runtimes show
+            custom_translation_table={torch.ops.aten.sort.stable: sort},  # torch has no translation of it
+            dynamo=True,
+            verbose=False,
+        )
+        assert written is not None
+        RemoveUnusedNodesPass()(written.model)  # the optimiser leaves unused constants in the loop
+        written.model.metadata_props["card"] = card
+        model = written.model_proto
+        accept_empty_batches(model)
+        return model.SerializeToString()
+
+
+def accept_empty_batches(model: "ModelProto") -> None:
+    """Add one black image to an empty batch inside an ONNX graph, and take its row from the outputs.
+
+    ONNX Runtime divides by zero where some operators (Einsum) get an empty batch, which ends the process.
+    """
+    from onnx import TensorProto, helper
+
+    graph = model.graph
+    images, *rest = graph.input
+    padded = {value.name: f"padded_{value.name}" for value in (images, *graph.output)}
+    rename_values(graph, padded)
+    kind = images.type.tensor_type
+    shape = [size.dim_value for size in kind.shape.dim[1:]]
+    for name, values in (("first_row", [0]), ("image_shape", shape)):
+        graph.initializer.append(helper.make_tensor(name, TensorProto.INT64, [len(values)], values))
+    black = helper.make_tensor("black", kind.elem_type, [1], [0])
+    before = [
+        helper.make_node("Shape", [images.name], ["batch_size"], end=1),
+        helper.make_node("Equal", ["batch_size", "first_row"], ["is_empty"]),
+        helper.make_node("Cast", ["is_empty"], ["num_padding"], to=TensorProto.INT64),
+        helper.make_node("Concat", ["num_padding", "image_shape"], ["padding_shape"], axis=0),
+        helper.make_node("ConstantOfShape", ["padding_shape"], ["padding"], value=black),
+        helper.make_node("Concat", [images.name, "padding"], [padded[images.name]], axis=0),
+    ]
+    after = [
+        helper.make_node("Slice", [padded[output.name], "first_row", "batch_size", "first_row"], [output.name])
+        for output in graph.output
+    ]
+    nodes = [*before, *graph.node, *after]
+    del graph.node[:], graph.value_info[:]  # shapes that were inferred before
+    graph.node.extend(nodes)
+    for budget in rest:
+        budget.doc_string = "The largest number of experts per image; a negative number counts as 0."
+
+
+def rename_values(graph: "GraphProto", names: dict[str, str]) -> None:
+    """Rename values in all nodes of an ONNX graph, those of its loops included."""
+    for node in graph.node:
+        for values in (node.input, node.output):
+            values[:] = [names.get(value, value) for value in values]
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                rename_values(attribute.g, names)
+
+
+def _as_torch(program: torch.export.ExportedProgram, card: str) -> bytes:
+    """A traced graph as the bytes of a file of torch.export, with the card in card.json."""
+    stream = io.BytesIO()
+    with _quiet():
+        torch.export.save(program, stream, extra_files={"card.json": card})
+    return stream.getvalue()
+
+
+def _check_home(path: Path) -> None:
+    """Refuse a path that cannot be written to, before a minute of work."""
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder; give the name of a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}; create it first")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{path}: the folder {path.parent} cannot be written to; choose another")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide what torch and its exporter print; failures are exceptions."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

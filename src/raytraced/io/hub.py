@@ -1,0 +1,186 @@
+"""Folders to share, on a disk or on the Hugging Face Hub: weights, a config and a page that describes the model."""
+
+import json
+import re
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from raytraced.errors import require
+from raytraced.files import write_file
+from raytraced.io.hub_page import run_figures, write_page
+from raytraced.io.saving import known_card, load, save
+from raytraced.models.card import ModelCard, translate_old_names
+from raytraced.models.output import Model, num_parameters
+from raytraced.models.registry import find_model
+
+WEIGHTS, CONFIG, PAGE = "model.safetensors", "config.json", "README.md"
+PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
+REPO_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+# The names that configurations of transformers have for entries of a card.
+TRANSFORMERS_NAMES = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "depth": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "context": "max_position_embeddings",
+    "tokenizer": "tokenizer",
+}
+
+
+def save_pretrained(
+    model: Model, folder: str | Path, *, run: str | Path | None = None, name: str | None = None
+) -> None:
+    """Write a folder to share: model.safetensors, config.json and README.md, a page made of the model's card.
+
+    Args:
+        model: A model made by `raytraced.build` or `raytraced.load`.
+        folder: The folder to write; it is created where there is none.
+        run: A run folder; the page then shows its figures.
+        name: The repository "owner/name" that the folder is for; the page's title and example. Without it the title is
+            the folder's name, and the example loads the page's own folder.
+    """
+    folder, card = Path(folder), known_card(model, "shared")
+    size = num_parameters(model)
+    figures = {} if run is None else run_figures(Path(run), card, size)
+    page = write_page(name or folder.resolve().name, name or ".", card, size, figures)
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        save(model, folder / WEIGHTS)
+        write_file(folder / CONFIG, json.dumps(config_values(card), indent=2) + "\n")
+        write_file(folder / PAGE, page)
+    except (OSError, ValueError):
+        if made:  # leave no incomplete folder
+            shutil.rmtree(made[-1])
+        raise
+
+
+def from_pretrained(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+) -> Model:
+    """Load a shared model, ready to evaluate. No pickle is read, so no file can run code.
+
+    Args:
+        source: A folder, a file, a run's name, a shipped model's name, or a repository "owner/name" of the Hub.
+        revision: Branch, tag or commit of the repository.
+        token: Access token of the Hub; True for the one that is stored, False for none.
+        cache_dir: Folder that holds downloaded files.
+        local_files_only: Whether to use downloaded files only.
+
+    Returns:
+        The model, in evaluation mode.
+    """
+    path = Path(source)
+    if not path.exists() and REPO_ID.fullmatch(str(source)):
+        where = {"revision": revision, "token": token, "cache_dir": cache_dir}
+        return load(download(str(source), local_files_only=local_files_only, **where))
+    if not (path / WEIGHTS).exists():
+        files = [file for file in (path, *path.glob("*")) if file.is_file()]
+        if found := sorted(file.name for file in files if file.suffix in PICKLES):
+            raise ValueError(f"{source}: {found[0]} is a pickle, which may run code when it is read; needs {WEIGHTS}")
+    return load(source)
+
+
+def push_to_hub(
+    model: Model,
+    repo_id: str,
+    *,
+    run: str | Path | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    commit_message: str = "Upload a raytraced model",
+    revision: str | None = None,
+    create_pr: bool | None = None,
+) -> str:
+    """Upload what `save_pretrained` writes to the Hub, in one commit.
+
+    Args:
+        model: A model made by `raytraced.build` or `raytraced.load`.
+        repo_id: The repository, "owner/name"; it is created where there is none.
+        run: A run folder; the page then shows its figures.
+        private: Whether a new repository is private.
+        token: Access token of the Hub; True for the one that is stored, False for none.
+        commit_message: Message of the commit.
+        revision: Branch to commit to.
+        create_pr: Whether to open a pull request instead.
+
+    Returns:
+        The address of the commit.
+    """
+    require(bool(REPO_ID.fullmatch(repo_id)), "repo_id", repr(repo_id), 'must be "owner/name"')
+    hub = import_hub("push_to_hub")
+    with tempfile.TemporaryDirectory() as folder:
+        save_pretrained(model, folder, run=run, name=repo_id)
+        api = hub.HfApi(token=token)
+        try:
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            commit: Any = {"commit_message": commit_message, "revision": revision, "create_pr": create_pr}
+            made = api.upload_folder(repo_id=repo_id, folder_path=folder, **commit)
+        except OSError as error:
+            raise ValueError(f"{repo_id}: could not be uploaded: {first_line(error)}") from error
+    return str(made.commit_url)
+
+
+def download(repo_id: str, **where: Any) -> Path:
+    """The path of a repository's weights, from the Hub or from the cache; no other file is downloaded."""
+    hub = import_hub("from_pretrained")
+    try:
+        return Path(hub.hf_hub_download(repo_id, WEIGHTS, library_name="raytraced", **where))
+    except hub.errors.LocalEntryNotFoundError as error:
+        raise ValueError(
+            f"{repo_id}: is not a folder here and not in the cache, and the Hub cannot be reached"
+        ) from error
+    except hub.errors.EntryNotFoundError as error:
+        raise ValueError(f"{repo_id}: holds no {WEIGHTS}; nothing else is read: a pickle could run code") from error
+    except OSError as error:
+        problem = "is not a folder here, and not a repository that can be read"
+        raise ValueError(f"{repo_id}: {problem}: {first_line(error)}") from error
+
+
+def import_hub(asked: str) -> Any:
+    """The package huggingface_hub, which folders on the disk do not need."""
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+    except ImportError as error:
+        raise ImportError(f"{asked}: needs huggingface_hub for the Hub; pip install 'raytraced[hub]'") from error
+    return huggingface_hub
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its kind."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def config_values(card: ModelCard) -> dict[str, Any]:
+    """A card as the values of config.json; a language model's have the names of transformers, which reads the folder too."""
+    values = {key: value for key, value in asdict(card).items() if value not in (None, {})}
+    family, _ = find_model(card.model)
+    if family != "gpt":
+        return {"library_name": "raytraced", **values}
+    parts = values.pop("spec") | values.pop("options")
+    sizes = {theirs: parts.pop(ours) for ours, theirs in TRANSFORMERS_NAMES.items() if ours in parts}
+    layer = values.pop("model").removeprefix("gpt-")
+    kind = {"model_type": "raytraced", "architectures": ["RaytracedForCausalLM"]}
+    return {**kind, "layer": layer, **sizes, "layer_options": parts, **values}
+
+
+def card_of(values: dict[str, Any]) -> ModelCard:
+    """The card of a language model from the values of its config.json; options may have their old names."""
+    values = translate_old_names(values)
+    spec = {
+        ours: values[theirs]
+        for ours, theirs in TRANSFORMERS_NAMES.items()
+        if ours != "dim" and values.get(theirs) is not None
+    }
+    options = {"dim": values["hidden_size"], **values["layer_options"]}
+    rest = {key: values[key] for key in ("task", "data", "training", "calibration") if values.get(key)}
+    return ModelCard(model=f"gpt-{values['layer']}", spec=spec, options=options, **rest)

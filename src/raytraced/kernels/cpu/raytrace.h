@@ -1,0 +1,80 @@
+// Hidden vectors through the entry gate, the activation sequence, the weights and the experts: what Python passes, and what each
+// instruction set's copy of the parts between offers. Axes: as in sequence.h and experts.h; R the rank of what gates see.
+#pragma once
+
+#include "experts.h"
+#include "sequence.h"
+
+namespace raytraced {
+
+// The numbers of cpp_raytrace.py.
+enum Weighting : long long { UNIT = 0, RATES_TO_ONE = 1, RATES = 2 };
+
+// As class RaytraceArgs in cpp_raytrace.py: what stays the same from call to call; what a call brings is not filled in.
+struct RaytraceArgs {
+  SequenceArgs sequence;
+  ExpertsArgs experts;
+  long long weighting;
+  const void* maps[4];  // of the hidden vector: the entry gate's (N, D) and (N); if gates see, (R, D) and (L-1, N, O, R)
+};
+
+// As class RaytraceCall in cpp_raytrace.py: what a call brings; every field takes 8 bytes, tensors are contiguous.
+struct RaytraceCall {
+  long long batch, threads, chunk, num_chunks;
+  void *active, *rates, *output;           // as in sequence.h
+  long long *nodes, *num_active;
+  const void* hidden;                      // (B, D)
+  const long long *seed, *rows;            // as in sequence.h
+  void *out, *states, *start;              // (B, D); with exits (L-1, B, D) and (B, D), else null: each layer's output, and the first input
+  void *memory, *pairs;                    // for what passes from one part to the next, see RaytraceBetween
+  const void *grad_out, *grad_states, *grad_start, *grad_output;
+  void *grad_active, *grad_rates;          // (B, L, N): what came from outside, and then what comes from the weights too
+  void *grad_hidden, *grad_first, *grad_inner;
+  void* grad_maps[4];
+  void* const* gradients;
+};
+
+// As class EarlyExitCall in cpp_early_exit.py: each row leaves with the first answer that is confident enough. Y classes, S steps.
+struct EarlyExitCall {
+  long long batch, threads, classes;
+  const void *hidden, *weight, *bias;      // (B, D); the output layer's (Y, D) and (Y)
+  const double* thresholds;                // (L + 1), of the largest probability, before the first layer and after each
+  const unsigned char* mask;               // (B), null for ones: a row of 0 leaves with its first answer
+  void *logits, *active;                   // (B, Y), (B, L, N): who ran
+  long long *nodes, *num_active, *num_exits;  // (B, S): the whole sequence, if it was asked for; (B), (B)
+};
+
+// What passes from one part to the next.
+struct RaytraceBetween {
+  void *entry, *seen, *mix, *states;       // (B, N), (B, R), (B, L, N); as in experts.h, and so all that follow
+  int* pair_rows;
+  long long* pair_offsets;
+  void *results, *inner[16];
+  void *grad_mix, *grad_results, *grad_entry, *grad_seen;
+};
+
+struct RaytracePass {
+  const RaytraceArgs& args;
+  const RaytraceCall& call;
+  RaytraceBetween between;
+
+  long long num_maps() const {  // numbers of all maps but the last
+    return (args.sequence.experts + args.sequence.rank) * args.experts.dim() + args.sequence.experts;
+  }
+};
+
+// Each for the rows begin ... end.
+struct RaytraceKernel {
+  void (*enter)(const RaytracePass&, long long begin, long long end);
+  void (*weigh)(const RaytracePass&, long long begin, long long end);
+  void (*weigh_back)(const RaytracePass&, long long begin, long long end);
+  // Adds to grad_hidden; the gradient of the maps, one after the other, goes into `partial`.
+  void (*enter_back)(const RaytracePass&, void* partial, long long begin, long long end);
+  // The logits of one row from its vector; whether they are confident enough for this exit.
+  bool (*answer)(const EarlyExitCall&, const void* vector, long long dim, long long row, long long exit);
+};
+
+RaytraceKernel raytrace_kernel_baseline(const RaytraceArgs&);
+RaytraceKernel raytrace_kernel_avx2(const RaytraceArgs&);
+
+}  // namespace raytraced

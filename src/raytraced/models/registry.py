@@ -1,0 +1,155 @@
+"""Every model by name: `build("mre", image_shape=(1, 28, 28), num_classes=10)`.
+
+A name is a layer's, or a family's and a layer's ("gpt-mre" is the layer of "mre" in the family "gpt"). Importing this
+file does not import torch: the command line checks names with it.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+from raytraced.errors import did_you_mean, fits, require, type_words
+from raytraced.models.card import ModelCard
+
+if TYPE_CHECKING:
+    from raytraced.models.output import Model
+
+GRID = {"dim": 16, "num_layers": 4, "num_experts": 8}
+# What the paper's text says, and where it is open, the reading that comes nearest to its own tables: docs/paper/paper.md.
+# The defaults of RaytracedExperts are our recipe.
+PAPER = {"stream": "residual", "weighting": "unit", "mask_gradient": "all", "estimator": "gumbel", "temperature": 20.0,
+         "train_select": "sample", "gate_init": "uniform", "output_logit_offset": 0.0, "input_rank": 0}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Where a model's layer is, where it comes from, and whether it adapts its compute and answers along the way."""
+
+    layer: str
+    """ "module:Class" of a router or of a whole layer; its arguments are the model's options"""
+    defaults: dict[str, Any]
+    """options where they differ from the class's own"""
+    reference: str
+    """in full in docs/guides/models.md"""
+    adaptive: bool = False
+    anytime: bool = False
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """more defaults, which hold in every family"""
+    model: str | None = None
+    """ "module:Class" of the whole, where the family's own does not do"""
+
+
+MLP, EXITS = "routers.dense:MLPLayers", "models.multi_exit:MultiExit"
+RAYTRACED = "routers.raytraced:RaytracedExperts"
+
+MODELS = {
+    "mre": ModelInfo(RAYTRACED, GRID, "Perin 2025, ours", adaptive=True, anytime=True),
+    "mre-paper": ModelInfo(RAYTRACED, GRID, "Perin 2025", adaptive=True, anytime=True, recipe=PAPER),
+    "top-k": ModelInfo("routers.top_k:TopK", GRID, "Shazeer 2017"),
+    "planned": ModelInfo("routers.planned:PlannedTopK", GRID, "top-k, our control"),
+    "threshold": ModelInfo("routers.threshold:Threshold", GRID, "Huang 2024", adaptive=True),
+    "mlp-total": ModelInfo(MLP, {"dim": 36, "num_layers": 8}, "plain, MRE's size"),
+    "mlp-avg": ModelInfo(MLP, {"dim": 24, "num_layers": 8}, "plain, MRE's use"),
+    "ada-k": ModelInfo("routers.ada_k:AdaK", GRID, "Yue 2025", adaptive=True),
+    "dense": ModelInfo("routers.dense:DenseBlocks", {"dim": 16, "num_blocks": 4}, "no routing"),
+    "aux-free": ModelInfo("routers.aux_free:AuxFree", GRID, "Wang 2024"),
+    "relu": ModelInfo("routers.relu:ReLURouting", GRID, "Wang 2024, ReMoE", adaptive=True),
+    "top-any": ModelInfo("routers.top_any:TopAny", GRID, "Guo 2024, DynMoE", adaptive=True),
+    "null-experts": ModelInfo("routers.null_experts:NullExperts", GRID, "Zeng 2024, AdaMoE", adaptive=True),
+    "chain": ModelInfo("routers.chain:ChainOfExperts", GRID, "Wang 2025, CoE"),
+    "multi-exit": ModelInfo(
+        EXITS, {"dim": 36, "num_layers": 8}, "BranchyNet 2016", True, True, model=f"{EXITS}Classifier"
+    ),
+}  # fmt: skip
+
+# The trained models inside the package, in pretrained/.
+SHIPPED = ("mre-mnist", "mre-fashion-mnist", "mre-cifar10", "mre-digits", "mre-paper-fashion-mnist")
+
+# What a family's models are made of: called with a function that makes a layer, its width, and the rest of a task's spec.
+FAMILIES = {"": "models.classifier:Classifier", "gpt": "models.gpt:GPT"}
+
+
+def find_model(name: str) -> tuple[str, ModelInfo]:
+    """The family and the layer that a model's name stands for."""
+    for family in sorted(FAMILIES, key=len, reverse=True):
+        layer = name.removeprefix(f"{family}-") if family else name
+        # a layer that needs a whole model of its own (multi-exit) is of no other family
+        if name.startswith(family) and layer in MODELS and not (family and MODELS[layer].model):
+            return family, MODELS[layer]
+    raise ValueError(f"model={name}: no such model; {did_you_mean(name, model_names(name))}")
+
+
+def model_names(like: str = "") -> list[str]:
+    """The names that models of one family have, that of a name which begins as it does."""
+    family = next((each for each in FAMILIES if each and like.startswith(each)), "")
+    return [f"{family}-{layer}" for layer in MODELS if not MODELS[layer].model] if family else list(MODELS)
+
+
+def build(name: str, **given: Any) -> "Model":
+    """Build a model by its name, with fresh weights.
+
+    Args:
+        name: A name of the registry, for instance "mre", "top-k" or "gpt-mre"; see `raytraced models`.
+        **given: What the family of the model needs, and options of its layer. Classifiers need `image_shape` (channels,
+            height, width), `num_classes` or `class_names`, and take `mean` and `std` of each channel. Language models
+            ("gpt-…") take `depth`, `num_heads`, `context`, `vocab_size` and `tokenizer`.
+
+    Returns:
+        The model; its `card` holds all options, defaults included.
+    """
+    family, info = find_model(name)
+    made = resolve_name(f"raytraced.{info.model or FAMILIES[family]}")
+    arguments = inspect.signature(made).parameters
+    wanted = {key: each for key, each in arguments.items() if key not in ("make_layer", "dim")}
+    class_names = given.pop("class_names", None)
+    if class_names is not None:
+        num = given.setdefault("num_classes", len(class_names))
+        are_words = not isinstance(class_names, str) and all(isinstance(word, str) for word in class_names)
+        require(are_words, "class_names", class_names, "must be a list of words")
+        require(num == len(class_names), "num_classes", num, f"must be {len(class_names)}, as many as class_names")
+    spec = {key: given.pop(key) for key in wanted if key in given}
+    if missing := [key for key, each in wanted.items() if key not in spec and each.default is each.empty]:
+        raise ValueError(f"{name}: needs {', '.join(missing)}")
+    # Defaults are spelled out, so that a card keeps its meaning when defaults change; None means no choice.
+    spec |= {key: each.default for key, each in wanted.items() if key not in spec and each.default is not None}
+    options = complete_options(name, given)
+    model: Model = made(partial(_layer(info.layer)[0], **options), options["dim"], **spec)
+    names = {} if class_names is None else {"class_names": list(class_names)}
+    model.card = ModelCard(model=name, spec=spec | names, options=options)
+    return model
+
+
+def complete_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """All options of a model's layer, checked; defaults are spelled out, so that they keep their meaning."""
+    family, info = find_model(name)
+    _, known = _layer(info.layer)
+    made = resolve_name(f"raytraced.{info.model or FAMILIES[family]}")
+    around = [key for key in inspect.signature(made).parameters if family and key != "make_layer"]
+    for option, value in given.items():
+        if option not in known:
+            meant = did_you_mean(option, [*around, *known])
+            raise ValueError(f"model option {option}: {name} has no such option; {meant}")
+        kind = known[option].annotation
+        if kind is not inspect.Parameter.empty:
+            require(fits(value, kind), option, repr(value), f"must be {type_words(kind)}")
+    own = {key: each.default for key, each in known.items() if each.default is not each.empty}
+    by_family = {key: value for key, value in made.layer_defaults.items() if key in known}
+    return own | info.defaults | by_family | info.recipe | given
+
+
+def _layer(path: str) -> tuple[Callable[..., Any], dict[str, inspect.Parameter]]:
+    """A function that makes a layer, and its options: those of the class, of its config, and of the grid behind a router."""
+    from raytraced.layer import Router, routed_layer
+
+    made = resolve_name(f"raytraced.{path}")
+    known = dict(inspect.signature(made).parameters)
+    make = made
+    if issubclass(made, Router):
+        known = dict(inspect.signature(routed_layer).parameters) | known
+        make = partial(routed_layer, made)
+    elif hasattr(made, "config_type"):
+        known |= inspect.signature(made.config_type).parameters
+    return make, {key: each for key, each in known.items() if key not in ("router", "config", "options")}

@@ -1,0 +1,123 @@
+"""A process that decodes image files for the server: `python -m raytraced.serve.decode_worker`, spoken to over a socket.
+
+It imports neither torch nor the server, so that it starts quickly and can be ended at any moment without a loss. A message
+is the length of a JSON header (4 bytes), the header, and the contents it announces.
+
+Legend: C channels, H and W height and width.
+"""
+
+import base64
+import io
+import json
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from math import inf
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from raytraced.tasks.images.image_file import read_image
+
+FILE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+START_OF_SCAN = b"\xff\xda"
+
+
+class ImageError(ValueError):
+    """An image file that is refused: the rule that it breaks, and why."""
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(message)
+        self.rule = rule
+
+
+def decode(files: dict[str, bytes], options: dict[str, Any]) -> list[NDArray[np.uint8]]:
+    """Decode image files, by the names that messages call them, into arrays (C, H, W) of one size.
+
+    `options` holds `base64` (whether the files are in base64), `shape` (C, H, W), `pixels` and `scans` (the limits).
+    """
+    contents = {name: decode_base64(name, content) if options["base64"] else content for name, content in files.items()}
+    total = sum(num_pixels(name, content) for name, content in contents.items())
+    if total > options["pixels"]:
+        rule = f"have more than {options['pixels']:,} pixels in all; send smaller files, or fewer"
+        raise ImageError("pixels", f"images: {rule}")
+    for name, content in contents.items():
+        # JPEG data never contains the marker's two bytes, so that every scan is counted
+        num = content.count(START_OF_SCAN) if content.startswith(b"\xff\xd8") else 0
+        if num > options["scans"]:
+            limit = f"must be at most {options['scans']}; save it as a baseline JPEG"
+            raise ImageError("scans", f"{name}: is a JPEG file of {num:,} scans, {limit}")
+    C, H, W = options["shape"]
+    arrays = []
+    for name, content in contents.items():
+        try:
+            arrays.append(read_image(io.BytesIO(content), height=H, width=W, colour=C > 1))
+        except ValueError as error:  # its message begins with the file, which has no name in memory
+            raise ImageError("image", f"{name}: {str(error).partition(': ')[2]}") from None
+    return arrays
+
+
+def decode_base64(name: str, content: bytes) -> bytes:
+    """The bytes that base64 stands for."""
+    try:
+        return base64.b64decode(content, validate=True)
+    except ValueError:
+        raise ImageError("image", f"{name}: must be an image file in base64, or lists of pixels") from None
+
+
+def num_pixels(name: str, content: bytes) -> float:
+    """The number of pixels that a file's header states; nothing is decompressed before it is known."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(content), formats=FILE_FORMATS) as image:
+                return image.width * image.height
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        return inf
+    except Exception:  # a damaged file can fail in any way, in any of Pillow's decoders
+        rule = f"must be a {', '.join(FILE_FORMATS[:-1])} or {FILE_FORMATS[-1]} file that Pillow can read"
+        raise ImageError("image", f"{name}: {rule}") from None
+
+
+def answer_message(header: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
+    """The reply to one message: a header, and the pixels of all images."""
+    files, start = {}, 0
+    for name, size in header["files"]:
+        files[name], start = content[start : start + size], start + size
+    try:
+        pixels = b"".join(array.tobytes() for array in decode(files, header["options"]))
+    except ImageError as error:
+        return {"rule": error.rule, "message": str(error), "size": 0}, b""
+    return {"size": len(pixels)}, pixels
+
+
+def pack_message(header: dict[str, Any], *contents: bytes) -> bytes:
+    """A message as it is sent."""
+    text = json.dumps(header).encode()
+    return b"".join((len(text).to_bytes(4, "big"), text, *contents))
+
+
+def serve_messages(receive: Callable[[int], bytes], send: Callable[[bytes], None]) -> None:
+    """Answer messages until the other side closes."""
+    send(pack_message({"size": 0}))  # ready
+    while length := receive(4):
+        header = json.loads(receive(int.from_bytes(length, "big")))
+        content = receive(sum(size for _, size in header["files"]))
+        send(pack_message(*answer_message(header, content)))
+
+
+def serve_socket() -> None:
+    """Serve the socket whose number is the first argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the server, which closes the socket
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    with connection, connection.makefile("rb") as file, suppress(ConnectionError):  # the server may end first
+        serve_messages(file.read, connection.sendall)
+
+
+if __name__ == "__main__":
+    serve_socket()

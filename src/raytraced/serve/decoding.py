@@ -1,0 +1,134 @@
+"""Image files -> pixels, in processes of their own that are ended when a file takes too long.
+
+Decoding in the server's own process would stop all answers for as long as it takes, and no thread can be ended.
+
+Legend: C channels, H and W height and width.
+"""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raytraced.serve.decode_worker import pack_message
+from raytraced.serve.limits import Limits, RefusedError
+
+
+class DecoderProcess:
+    """One process, and the connection to it."""
+
+    def __init__(self) -> None:
+        self.socket, other = socket.socketpair()
+        command = [sys.executable, "-m", "raytraced.serve.decode_worker", str(other.fileno())]
+        with other:
+            self.process = subprocess.Popen(command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL)
+        self.reader: asyncio.StreamReader | None = None
+
+    async def connect(self) -> None:
+        """Wait until the process is ready; only the first call takes time."""
+        if self.reader is None:
+            reader, self.writer = await asyncio.open_connection(sock=self.socket)
+            self.reader = reader
+            await self.receive()
+
+    async def receive(self) -> tuple[dict[str, Any], bytes]:
+        """One message of the process."""
+        assert self.reader is not None
+        length = int.from_bytes(await self.reader.readexactly(4), "big")
+        header = json.loads(await self.reader.readexactly(length))
+        return header, await self.reader.readexactly(header["size"])
+
+    async def ask(self, message: bytes) -> tuple[dict[str, Any], bytes]:
+        """Send a message, and wait for the reply."""
+        self.writer.write(message)
+        return await self.receive()
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self.process.kill()
+        self.process.wait()
+        if self.reader is None:
+            self.socket.close()
+        else:
+            self.writer.close()
+
+
+class Decoders:
+    """A small pool of processes.
+
+    Args:
+        limits: How many processes there are, and what they refuse.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.idle: asyncio.Queue[DecoderProcess] = asyncio.Queue()
+        self.all: set[DecoderProcess] = set()
+
+    def start(self) -> None:
+        """Start all processes; they are ready a moment later."""
+        for _ in range(self.limits.decoders):
+            self.add()
+
+    def add(self) -> None:
+        """Start one process."""
+        process = DecoderProcess()
+        self.all.add(process)
+        self.idle.put_nowait(process)
+
+    def remove(self, process: DecoderProcess) -> None:
+        """End one process."""
+        self.all.discard(process)
+        process.end()
+
+    def end(self) -> None:
+        """End all processes."""
+        for process in list(self.all):
+            self.remove(process)
+
+    async def decode(self, files: dict[str, bytes], shape: tuple[int, int, int], base64: bool = False) -> list[Tensor]:
+        """Decode the files of one request.
+
+        Args:
+            files: The files' contents, by the names that messages call them.
+            shape: (C, H, W) of the model.
+            base64: Whether the contents are in base64.
+
+        Returns:
+            One uint8 tensor (1, C, H, W) per file.
+        """
+        options = {"base64": base64, "shape": shape, "pixels": self.limits.pixels, "scans": self.limits.scans}
+        header = {"files": [(name, len(content)) for name, content in files.items()], "options": options}
+        reply, pixels = await self.ask(pack_message(header, *files.values()))
+        if "rule" in reply:
+            raise RefusedError(422, reply["rule"], reply["message"])
+        arrays = np.frombuffer(bytearray(pixels), dtype=np.uint8).reshape(-1, 1, *shape)
+        return list(torch.from_numpy(arrays))
+
+    async def ask(self, message: bytes) -> tuple[dict[str, Any], bytes]:
+        """The reply of an idle process; one that is late, or ends by itself, is replaced."""
+        process = await self.idle.get()
+        finished = False
+        try:
+            await process.connect()
+            async with asyncio.timeout(self.limits.decode_seconds):
+                reply = await process.ask(message)
+            finished = True
+            return reply
+        except TimeoutError:
+            rule = f"must take at most {self.limits.decode_seconds:g} seconds; send smaller or simpler files"
+            raise RefusedError(422, "decode_seconds", f"images: take too long to decode, {rule}") from None
+        except (EOFError, ConnectionError):
+            raise RefusedError(422, "image", "images: the decoder ended on these files; send other files") from None
+        finally:
+            if finished:
+                self.idle.put_nowait(process)
+            elif process in self.all:  # not at the end of the server, which has ended it
+                self.remove(process)
+                self.add()

@@ -1,0 +1,121 @@
+"""What the paths share: the models, what computes, what decodes, and what is in progress."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from time import perf_counter
+from typing import Any
+
+from starlette.responses import Response
+from torch import Tensor
+
+from raytraced.errors import require
+from raytraced.serve.admission import Admission
+from raytraced.serve.answering import AnswerFields, Delivery, Query, check_options
+from raytraced.serve.batching import SENDING, Worker
+from raytraced.serve.decoding import Decoders
+from raytraced.serve.errors import INTERNAL
+from raytraced.serve.generation import NotFiniteError
+from raytraced.serve.limits import Limits, RefusedError
+from raytraced.serve.middleware import Traffic
+from raytraced.serve.models import Served
+from raytraced.serve.schemas import ClassifyOptions, RequestBody
+
+EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store"}
+
+
+def to_json(content: Any) -> bytes:
+    """JSON in ASCII; NaN and infinity, which JSON does not have, raise."""
+    return json.dumps(content, allow_nan=False).encode()
+
+
+def json_response(content: Any) -> Response:
+    """A response of status 200."""
+    return Response(to_json(content), media_type="application/json")
+
+
+class Engine:
+    """Answers queries of all paths.
+
+    Args:
+        models: The models.
+        limits: How much is accepted.
+    """
+
+    def __init__(self, models: Sequence[Served], limits: Limits) -> None:
+        self.models, self.limits, self.traffic = list(models), limits, Traffic()
+        self.worker, self.admission, self.decoders = Worker(self.traffic.metrics), Admission(), Decoders(limits)
+
+    async def answers(
+        self,
+        arrived: float,
+        inputs: Sequence[Tensor],
+        max_ms: float | None = None,
+        seeds: Sequence[int] | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[tuple[int, AnswerFields], None]:
+        """The answers to all inputs, as they come; when the caller stops, so does the work.
+
+        Args:
+            arrived: When the request arrived, in seconds of `perf_counter`.
+            inputs: The inputs, (1, …) each.
+            max_ms: Milliseconds after the arrival at which the last answer is due.
+            seeds: A seed per input, where they differ.
+            options: Further fields of `Query`.
+
+        Yields:
+            The number of an input, and an answer to it.
+        """
+        num_others = self.traffic.in_progress - 1
+        if max_ms is not None:
+            self.admission.check(max_ms / 1000, num_others)
+            options["deadline"] = arrived + max_ms / 1000 - SENDING  # counted from the request's arrival
+        queue: asyncio.Queue[Delivery] = asyncio.Queue()
+        numbers = {Query(inputs=one, deliver=queue.put_nowait, **options): n for n, one in enumerate(inputs)}
+        for query, seed in zip(numbers, seeds or (), strict=seeds is not None):
+            query.seed = seed
+        self.worker.submit(list(numbers))
+        left, started = len(numbers), set[Query]()
+        try:
+            while left:
+                query, answer, last = await queue.get()
+                if isinstance(answer, NotFiniteError):
+                    raise RefusedError(500, "not_finite", str(answer))
+                if isinstance(answer, Exception):
+                    raise RefusedError(*INTERNAL)
+                if last and max_ms is not None and query.first_answer is not None:
+                    self.admission.observe(query.first_answer - arrived, num_others)
+                if "token" in answer and query not in started:
+                    started.add(query)
+                    self.traffic.metrics.first_token_seconds.observe(perf_counter() - arrived)
+                left -= last
+                yield numbers[query], answer
+        finally:
+            for query in numbers:
+                query.cancelled = True
+
+    def classify_options(self, body: ClassifyOptions, served: Served, **more: Any) -> dict[str, Any]:
+        """The options of `answers` that a request stands for."""
+        return self.query_options(body, served, **more) | {"select": body.select} | exit_options(body, served)
+
+    def query_options(self, body: RequestBody, served: Served, **more: Any) -> dict[str, Any]:
+        """Those options that all requests have."""
+        try:
+            check_options(served, body.model_dump(exclude={"image", "images", "files", "text"}) | more)
+        except ValueError as error:
+            raise RefusedError(422, "option", str(error)) from None
+        return {"served": served, "seed": body.seed, "max_experts": body.max_experts, "max_ms": body.max_ms}
+
+
+def exit_options(body: ClassifyOptions, served: Served) -> dict[str, Any]:
+    """The confidence that ends a query, and where the model can exit."""
+    if not isinstance(body.confidence, str):
+        return {"confidence": body.confidence, "exit_every": served.exit_every}
+    found = served.model.card.calibration
+    try:
+        rule = f"{served.name} is not calibrated; run raytraced calibrate, or state a number"
+        require(bool(found), "confidence", body.confidence, rule)
+    except ValueError as error:
+        raise RefusedError(422, "option", str(error)) from None
+    exit_every = served.exit_every if served.codec else found["exit_every"]
+    return {"confidence": found["confidence"], "exit_every": exit_every}

@@ -1,0 +1,143 @@
+"""The bodies of requests and responses. FastAPI checks requests by them, and writes the OpenAPI document from them."""
+
+from typing import Annotated, Any, Literal, Self
+
+from fastapi import UploadFile
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+
+MAX_IMAGES = 256
+MAX_CHARACTERS = 65_536
+MAX_TOKENS = 4096
+
+PIXELS = {"type": "array", "items": {"type": "array", "items": {"anyOf": [
+    {"type": "integer", "minimum": 0, "maximum": 255},
+    {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 255}},
+]}}}  # fmt: skip
+FILE = {"type": "string", "contentEncoding": "base64"}
+# Which numbers of rows and columns fit is known only when the model is: inputs.py checks them.
+ImageData = Annotated[
+    str | list[Any],
+    WithJsonSchema({"anyOf": [FILE, PIXELS]}),
+    Field(description="a PNG, JPEG, WebP or GIF file in base64, or the pixels of an image of the model's size"),
+]
+Probability = Annotated[float, Field(ge=0, le=1)]
+
+
+def exactly_one_of(*names: str) -> dict[str, Any]:
+    """The part of a JSON schema that requires one of some fields, as `check_inputs` does."""
+    return {"oneOf": [{"required": [name]} for name in names]}
+
+
+class RequestBody(BaseModel):
+    """What all requests have in common: types are exact, and unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str | None = Field(None, description="default: the first model that takes such input", max_length=1000)
+    max_experts: int | None = Field(None, ge=0, le=1_000_000, description="per block, for a language model")
+    max_ms: float | None = Field(None, gt=0, le=600_000, description="milliseconds until the best answer so far")
+    seed: int = Field(0, ge=0, le=2**53 - 1, description="seed of all draws")
+
+
+class ClassifyOptions(RequestBody):
+    """Options of answers that may exit early."""
+
+    select: Literal["greedy", "sample"] | None = Field(None, description="how experts are chosen")
+    confidence: Probability | Literal["calibrated"] | None = Field(
+        None, description="exit at the first answer whose largest probability reaches this"
+    )
+
+
+class StreamRequest(ClassifyOptions):
+    """One input, whose answers at all exits are sent."""
+
+    model_config = ConfigDict(json_schema_extra=exactly_one_of("image", "text"))
+
+    image: ImageData | None = None
+    text: str | None = Field(None, max_length=MAX_CHARACTERS, description="for a language model")
+
+    @model_validator(mode="after")
+    def check_inputs(self) -> Self:
+        names = [name for name in ("image", "images", "text") if name in type(self).model_fields]
+        stated = [name for name in names if getattr(self, name) is not None]
+        if len(stated) != 1:
+            raise ValueError(f"{', '.join(stated) or 'no input'}: must be exactly one of {', '.join(names)}")
+        return self
+
+
+class PredictRequest(StreamRequest):
+    """One or several inputs."""
+
+    model_config = ConfigDict(json_schema_extra=exactly_one_of("image", "images", "text"))
+
+    images: list[ImageData] | None = Field(None, min_length=1, max_length=MAX_IMAGES)
+    trace: bool = Field(False, description="whether the answers at all exits are returned, too")
+
+
+class UploadRequest(ClassifyOptions):
+    """Image files in a form. Its values arrive as text, so that types are converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=False, allow_inf_nan=False)
+
+    files: list[UploadFile] = Field(min_length=1, max_length=MAX_IMAGES, description="PNG, JPEG, WebP or GIF files")
+    trace: bool = Field(False, description="whether the answers at all exits are returned, too")
+
+
+class GenerateRequest(RequestBody):
+    """A text to continue."""
+
+    text: str = Field(max_length=MAX_CHARACTERS)
+    length: int = Field(500, ge=1, le=MAX_TOKENS, description="tokens to add")
+    temperature: float = Field(0.8, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+
+
+class Answer(BaseModel):
+    """The answer to one input, at one exit or at the last."""
+
+    label: str
+    probability: float = Field(description="of the label")
+    probabilities: list[float] = Field(description="of all classes, or tokens, in the model's order")
+    experts: int = Field(description="experts of the answer; for a text, of its last token")
+    macs: int = Field(description="multiply-accumulate operations, those of earlier exits included")
+    stop: Literal["confidence", "end", "budget", "deadline"] | None = Field(None, description="why it is the last one")
+    nodes: list[list[int]] | None = Field(
+        None, description="[layer, expert] in order; for a text [block, layer, expert]"
+    )
+    rates: list[list[float]] | None = Field(None, description="firing rate of every node (layers, experts)")
+    token_experts: list[int] | None = Field(None, description="for a text: the experts of every token")
+
+
+class TracedAnswer(Answer):
+    """The last answer to an input, and those before it where they were asked for."""
+
+    trace: list[Answer] | None = None
+
+
+class AnswerList(BaseModel):
+    """The answers to all inputs of a request."""
+
+    model: str
+    answers: list[TracedAnswer]
+
+
+class Token(BaseModel):
+    """One token of a generated text."""
+
+    text: str
+    token: int
+    experts: int
+    stop: Literal["length", "deadline"] | None = None
+
+
+class Refusal(BaseModel):
+    """The rule that a request breaks, and a line that says why."""
+
+    rule: str
+    message: str
+
+
+class RefusalBody(BaseModel):
+    """The body of every response that is not an answer."""
+
+    error: Refusal

@@ -1,0 +1,339 @@
+"""The language model inside transformers: Auto classes, generate with a cache, Trainer, routing statistics, and back."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Trainer, TrainingArguments
+from transformers.utils import logging
+
+import raytraced as rt
+from raytraced.integrations.transformers import RaytracedConfig, RaytracedForCausalLM
+from raytraced.models.gpt import KVCache
+from raytraced.models.registry import MODELS
+
+SMALL = {"dim": 16, "num_heads": 2, "context": 24}
+GRID = {"hidden": 8, "num_layers": 2, "num_experts": 3}
+ROUTERS = [name for name, info in MODELS.items() if info.model is None]
+
+logging.disable_progress_bar()
+
+
+def language_model(name="mre"):
+    torch.manual_seed(0)
+    options = {} if name in ("dense", "mlp-total", "mlp-avg") else GRID
+    return rt.build(f"gpt-{name}", **SMALL, **options).eval()
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(1, 256, (3, 9), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def model():
+    return RaytracedForCausalLM.from_gpt(language_model())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ROUTERS)
+def test_auto_classes_read_the_folder_that_a_language_model_saves(name, tokens, tmp_path):
+    gpt = language_model(name)
+    rt.save_pretrained(gpt, tmp_path)
+    model, problems = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert isinstance(model, RaytracedForCausalLM)
+    assert not any(problems.values()), problems
+    assert torch.equal(model(tokens).logits, gpt(tokens).logits)
+    assert model.model.card == gpt.card
+
+
+@torch.no_grad()
+def test_a_model_goes_to_transformers_and_back(tokens, tmp_path):
+    gpt = language_model()
+    model = RaytracedForCausalLM.from_gpt(gpt)
+    assert model.model is gpt
+    model.save_pretrained(tmp_path / "theirs")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").model
+    assert again.card == gpt.card
+    rt.save_pretrained(again, tmp_path / "ours")
+    assert torch.equal(rt.load(tmp_path / "ours")(tokens).logits, gpt(tokens).logits)
+    assert AutoConfig.from_pretrained(tmp_path / "theirs").card() == gpt.card
+
+
+def say_more(model):
+    """Other weights: fresh ones repeat the last token, so that every text and every guess is right."""
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+
+
+def test_greedy_generation_is_the_decoders_own_with_a_cache_and_without(model, tokens):
+    say_more(model)
+    own = torch.stack([drawn.tokens for drawn in model.model.generate(tokens, 12, temperature=0)], 1)
+    for options in ({}, {"use_cache": False}, {"past_key_values": DynamicCache()}):
+        assert torch.equal(model.generate(tokens, max_new_tokens=12, do_sample=False, **options)[:, 9:], own)
+    own = torch.stack([drawn.tokens for drawn in model.model.generate(tokens, 6, temperature=0, max_experts=1)], 1)
+    assert torch.equal(model.generate(tokens, max_new_tokens=6, do_sample=False, max_experts=1)[:, 9:], own)
+
+
+def test_generation_computes_each_token_once(model, tokens, monkeypatch):
+    lengths = []
+    answer = model.model.answer
+    monkeypatch.setattr(
+        model.model,
+        "answer",
+        lambda tokens, *call, **own: lengths.append(tokens.shape[1]) or answer(tokens, *call, **own),
+    )
+    model.generate(tokens, max_new_tokens=5, do_sample=False)
+    assert lengths == [9, 1, 1, 1, 1]
+
+
+def test_padding_on_the_left_changes_nothing(model, tokens):
+    padded = torch.cat((torch.zeros(3, 4, dtype=torch.long), tokens), 1)
+    mask = (torch.arange(13) >= 4).long().expand(3, -1)
+    expected = model.generate(tokens, max_new_tokens=8, do_sample=False)
+    assert torch.equal(model.generate(padded, attention_mask=mask, max_new_tokens=8, do_sample=False)[:, 4:], expected)
+    out, alone = model(padded, attention_mask=mask), model(tokens)
+    torch.testing.assert_close(out.logits[:, 4:], alone.logits, rtol=0, atol=1e-5)
+    assert not out.num_experts[:, :4].any()
+    assert torch.equal(out.num_experts[:, 4:], alone.num_experts)
+    torch.testing.assert_close(out.expert_load, alone.expert_load)
+
+
+@torch.no_grad()
+def test_padding_and_a_cache_go_together_token_by_token(model, tokens):
+    """Several tokens after cached ones, some of which are padding: the decoder's own mask over all of them."""
+    mask = torch.arange(9) >= torch.tensor([[0], [2], [3]])
+    cache = KVCache()
+    first = model.model(tokens[:, :5], mask=mask[:, :5], cache=cache).logits
+    rest = model.model(tokens[:, 5:], mask=mask, cache=cache).logits
+    whole = model.model(tokens, mask=mask).logits
+    torch.testing.assert_close(torch.cat((first, rest), 1)[mask], whole[mask], rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match=r"^mask=torch.Size\(\[3, 4\]\): must be \(3, 9\), all tokens so far$"):
+        model.model(tokens[:, 5:], mask=mask[:, 5:], cache=cache_of(model, tokens))
+
+
+def cache_of(model, tokens):
+    cache = KVCache()
+    model.model(tokens[:, :5], cache=cache)
+    return cache
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"do_sample": True}, {"num_beams": 3, "do_sample": False}, {"num_return_sequences": 2, "do_sample": True}],
+)
+def test_other_ways_to_generate_work(model, tokens, options):
+    out = model.generate(tokens, max_new_tokens=5, return_dict_in_generate=True, output_logits=True, **options)
+    assert out.sequences.shape == (3 * options.get("num_return_sequences", 1), 14)
+    assert out.past_key_values.get_seq_length() == 13
+
+
+@pytest.mark.parametrize("assistant", ["itself", "another", "the prompt"])
+def test_tokens_that_are_guessed_and_checked_are_the_greedy_ones(model, tokens, assistant):
+    """A guess that is refused is taken out of the cache again; several tokens come after cached ones."""
+    other = RaytracedForCausalLM.from_gpt(language_model())
+    say_more(model)
+    say_more(other)
+    options = {"prompt_lookup_num_tokens": 2} if assistant == "the prompt" else {"assistant_model": other}
+    if assistant == "itself":
+        options = {"assistant_model": model}
+    prompt = tokens[:1].repeat(1, 2)[:, :12]  # it repeats itself, so that prompt lookup finds something
+    settings = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    expected, found = model.generate(prompt, **settings), model.generate(prompt, **settings, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "vectors"])
+def test_generation_continues_from_a_cache_that_it_returned(model, tokens, kind):
+    def generate(inputs, mask, **options):
+        start = {"input_ids": inputs} if kind == "tokens" else {"inputs_embeds": model.get_input_embeddings()(inputs)}
+        return model.generate(
+            **start, attention_mask=mask, do_sample=False, return_dict_in_generate=True, pad_token_id=0, **options
+        )
+
+    mask = torch.arange(9) >= torch.tensor([[0], [2], [3]])
+    whole, first = generate(tokens, mask, max_new_tokens=6), generate(tokens, mask, max_new_tokens=4)
+    text = torch.cat((tokens, first.sequences[:, -4:]), 1)
+    longer = torch.cat((mask, torch.ones(3, 4, dtype=torch.bool)), 1)
+    last = generate(text, longer, max_new_tokens=2, past_key_values=first.past_key_values)
+    assert torch.equal(last.sequences[:, -2:], whole.sequences[:, -2:])
+    for ours, theirs in zip(last.past_key_values.layers, whole.past_key_values.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys)
+        torch.testing.assert_close(ours.values, theirs.values)
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_every_step_of_generation_gives_its_logits_hidden_states_and_cache(model, tokens, num_beams):
+    outputs = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
+    out = model.generate(
+        tokens, max_new_tokens=4, do_sample=False, num_beams=num_beams, return_dict_in_generate=True, **outputs
+    )
+    rows = 3 * num_beams
+    assert [step.shape for step in (*out.scores, *out.logits)] == [(rows, 256)] * 8
+    assert [[states.shape for states in step] for step in out.hidden_states] == [
+        [(rows, 1 if step else 9, 16)] * 3 for step in range(4)
+    ]
+    assert [layer.keys.shape for layer in out.past_key_values.layers] == [(rows, 2, 12, 8)] * 2
+
+
+def test_without_a_prompt_generation_begins_at_the_first_token(model):
+    generated = model.generate(bos_token_id=7, max_new_tokens=5, do_sample=False)
+    assert torch.equal(generated, model.generate(torch.tensor([[7]]), max_new_tokens=5, do_sample=False))
+
+
+def test_vectors_in_place_of_tokens_give_the_same(model, tokens):
+    vectors = model.get_input_embeddings()(tokens)
+    assert torch.equal(model(inputs_embeds=vectors).logits, model(tokens).logits)
+    for options in ({}, {"num_beams": 2}):
+        expected = model.generate(tokens, max_new_tokens=5, do_sample=False, **options)
+        alone = model.generate(inputs_embeds=vectors, max_new_tokens=5, do_sample=False, **options)
+        assert torch.equal(alone, expected[:, 9:])
+
+
+def test_routing_statistics_are_those_of_the_routes(model, tokens):
+    out, own = model(tokens, output_hidden_states=True), model.model(tokens)
+    assert torch.equal(out.num_experts, own.num_experts)
+    assert out.expert_load.shape == (3, 2, 2, 3)
+    for block, route in enumerate(own.routes):
+        torch.testing.assert_close(out.expert_load[:, block], route.active.mean(1))
+    assert len(out.hidden_states) == 3
+    assert model(tokens, return_dict=False)[0].shape == (3, 9, 256)
+    assert model(tokens, max_experts=1).num_experts.max() == 2  # one in each of two blocks
+
+
+@pytest.mark.parametrize("name", ["top-any", "ada-k"])
+def test_the_loss_has_the_routers_own_part_in_proportion(name, tokens):
+    model = RaytracedForCausalLM.from_gpt(language_model(name)).train()
+    torch.manual_seed(3)
+    out = model(tokens, labels=tokens)
+    torch.manual_seed(3)
+    half = model(tokens, labels=tokens, num_items_in_batch=torch.tensor(2 * 3 * 8))
+    assert out.router_loss is not None
+    torch.testing.assert_close(half.loss, out.loss / 2)
+    expected = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(out.loss, expected + out.router_loss)
+
+
+class Lines(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        text = torch.arange(index, index + 12) % 8
+        return {"input_ids": text, "labels": text}
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")
+def test_trainer_trains_it(model, tmp_path):
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=30, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+        learning_rate=1e-2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no",
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=Lines(), eval_dataset=Lines())
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before / 4
+    assert trainer.predict(Lines()).predictions.shape == (32, 12, 256)
+    trainer.save_model(tmp_path / "trained")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    prompt = torch.arange(8)[None]
+    assert again.generate(prompt, max_new_tokens=6, do_sample=False)[0, 8:].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_larger_vocabulary_reaches_decoder_and_card(model, tokens, tmp_path):
+    model.resize_token_embeddings(260, mean_resizing=False)
+    assert model(tokens).logits.shape[-1] == 260
+    rt.save_pretrained(model.model, tmp_path)
+    assert rt.load(tmp_path).vocab_size == 260
+
+
+def test_weights_that_a_file_lacks_are_drawn_and_the_others_stay(tmp_path):
+    model = RaytracedForCausalLM.from_gpt(rt.build("gpt-mre", **SMALL, **GRID | {"num_layers": 3}))
+    model.save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    lacking = "model.blocks.0.layer.router.routing.gate_first"
+    without = {name: tensor for name, tensor in held.items() if name != lacking}
+    save_file(without, tmp_path / "model.safetensors", {"format": "pt"})
+    found = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in without.items())
+    assert found[lacking].isfinite().all()
+    assert (
+        found[lacking][:, -1].mean() < found[lacking][:, :-1].mean() - 2
+    )  # lower towards the output node by output_logit_offset, as fresh ones are
+
+
+OLD_NAMES = {"input_rank": "sight_rank", "output_logit_offset": "reach", "exit_loss": "look_loss"}
+
+
+@torch.no_grad()
+def test_a_folder_of_an_old_version_is_read(tokens, tmp_path):
+    gpt = language_model()
+    gpt.card = replace(gpt.card, training={"exit_loss": 0.5}, calibration={"confidence": 0.9, "exit_every": "layer"})
+    rt.save_pretrained(gpt, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["layer_options"] = {OLD_NAMES.get(name, name): value for name, value in config["layer_options"].items()}
+    config |= {"training": {"look_loss": 0.5}, "calibration": {"sure": 0.9, "look": "layer"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "sight_rank" in config["layer_options"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(model(tokens).logits, gpt(tokens).logits)
+    assert model.model.card == gpt.card
+
+
+HUGE = {
+    "many layers": ({"layer_options": {"num_layers": 10**9}}, "num_layers=1000000000: the layer would have .* parts"),
+    "many gates": (
+        {"layer": "top-k", "layer_options": {"num_layers": 10**5}},
+        "it describes a model of many more tensors",
+    ),
+    "many blocks": ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: must be at most 1,000"),
+    "wide": ({"hidden_size": 10**6}, r"model=gpt-mre: its weights take \d.* GB, the machine has .* GB"),
+}
+
+
+@pytest.mark.parametrize("case", HUGE)
+def test_a_configuration_of_a_huge_model_is_refused_at_once(case):
+    change, message = HUGE[case]
+    began = time.process_time()
+    with pytest.raises(ValueError, match=message) as raised:
+        RaytracedForCausalLM(RaytracedConfig(**change))
+    assert time.process_time() - began < 5  # building it would take hours, or all memory
+    assert "\n" not in str(raised.value)
+
+
+def test_bad_input_is_refused_in_one_line(model, tokens, tmp_path):
+    cases = {
+        "input_ids, inputs_embeds: give exactly one of them": lambda: model(),
+        "tokens=25: must be at most context=24": lambda: model(tokens.repeat(1, 3)[:, :25]),
+        "attention_mask=(3, 4): must be (3, 9): all tokens, those of the cache first": lambda: model(tokens, attention_mask=torch.zeros(3, 4)),
+        "attention_mask=(3, 10): must be (3, 9): all tokens, those of the cache first": lambda: model(tokens, attention_mask=torch.ones(3, 10)),
+        "position_ids=[…]: must count up by one; texts cannot be packed": lambda: model(tokens, position_ids=torch.arange(9)[None] % 5),
+        "past_key_values=StaticCache: must grow: a cache of fixed size is not supported; leave cache_implementation out":
+            lambda: model.generate(tokens, max_new_tokens=2, cache_implementation="static"),
+        "tie_word_embeddings=False: must be true: logits come from the embedding": lambda: RaytracedConfig(tie_word_embeddings=False),
+        "model=gpt-mer: no such model; did you mean gpt-mre?": lambda: RaytracedConfig(layer="mer"),
+        "model option hiden: gpt-mre has no such option; did you mean hidden?": lambda: RaytracedConfig(layer_options={"hiden": 3}),
+        "Classifier: must be a language model, one whose name begins with gpt-":
+            lambda: RaytracedForCausalLM.from_gpt(rt.load("mre-digits")),
+        "Linear: must be a language model, one whose name begins with gpt-": lambda: RaytracedForCausalLM.from_gpt(torch.nn.Linear(2, 2)),
+        "GPT: has no card; only a model made by raytraced.build or load can be used": lambda: RaytracedForCausalLM.from_gpt(without_card()),
+    }  # fmt: skip
+    for message, call in cases.items():
+        with pytest.raises(ValueError) as raised:
+            call()
+        assert str(raised.value) == message
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="foreign: has pt, not raytraced-model-2"):
+        rt.load(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == "raytraced"
+
+
+def without_card():
+    gpt = language_model()
+    gpt.card = None
+    return gpt

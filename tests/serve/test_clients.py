@@ -1,0 +1,268 @@
+"""The clients that people have: OpenAI's for text, Triton's for classifiers."""
+
+import json
+import random
+import time
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
+
+import raytraced
+from raytraced.serve.generation import TextBuffer
+from serve.conftest import some_images
+
+IMAGES = some_images((1, 28, 28), 5).numpy()
+
+
+@pytest.fixture(scope="module")
+def openai_client(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def gpt(files):
+    return raytraced.load(files / "gpt-mre.safetensors")
+
+
+def generated(model, prompt: bytes, num: int, **options) -> bytes:
+    """The bytes that the library generates."""
+    seed = options.pop("seed", 0)
+    tokens = model.generate(torch.tensor([list(prompt)]), num, generator=torch.Generator().manual_seed(seed), **options)
+    return bytes(int(drawn.tokens) for drawn in tokens)
+
+
+# OpenAI
+
+
+def test_models_are_listed(openai_client):
+    assert [model.id for model in openai_client.models.list()] == ["gpt-mre", "gpt-top-k"]
+    assert openai_client.models.retrieve("gpt-mre").object == "model"
+    with pytest.raises(openai.NotFoundError, match="gpt-mr: there is no such model; did you mean gpt-mre"):
+        openai_client.models.retrieve("gpt-mr")
+
+
+def test_a_completion_is_what_the_library_generates(openai_client, gpt):
+    for options in ({"temperature": 0}, {"temperature": 1.3, "top_p": 0.9, "seed": 4}):
+        found = openai_client.completions.create(model="gpt-mre", prompt="Once", max_tokens=30, **options)
+        expected = generated(gpt, b"Once", 30, **options)
+        assert found.choices[0].text == expected.decode(errors="replace")
+        assert found.choices[0].finish_reason == "length"
+        assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (4, 30, 34)
+
+
+def test_a_stream_adds_up_to_the_whole(openai_client):
+    options = {"model": "gpt-mre", "prompt": ["Once", "upon"], "max_tokens": 20, "n": 2, "seed": 7, "logprobs": 2}
+    whole = openai_client.completions.create(**options)
+    texts, logprobs, reasons, usage = [""] * 4, [[] for _ in range(4)], [None] * 4, None
+    for chunk in openai_client.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            logprobs[choice.index] += choice.logprobs.token_logprobs
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [choice.text for choice in whole.choices]
+    assert logprobs == [choice.logprobs.token_logprobs for choice in whole.choices]
+    assert reasons == ["length"] * 4
+    assert usage == whole.usage
+    assert len(set(texts)) == 4, "each choice has draws of its own"
+
+
+def test_a_stream_ends_with_done(address):
+    body = {"prompt": "Once", "max_tokens": 2, "stream": True}
+    lines = httpx.post(f"{address}/v1/completions", json=body).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+
+
+def test_logprobs_are_those_of_the_model(openai_client, gpt):
+    found = openai_client.completions.create(
+        model="gpt-mre", prompt="Once", max_tokens=3, temperature=0, logprobs=3, echo=True
+    )
+    choice = found.choices[0]
+    assert choice.text.startswith("Once")
+    tokens = b"Once" + generated(gpt, b"Once", 3, temperature=0)
+    with torch.no_grad():
+        logprobs = gpt(torch.tensor([list(tokens)])).logits[0].log_softmax(-1)
+    expected = [float(logprobs[place, tokens[place + 1]]) for place in range(len(tokens) - 1)]
+    assert choice.logprobs.token_logprobs[0] is None
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-5)
+    assert choice.logprobs.tokens[:4] == list("Once")
+    assert choice.logprobs.text_offset[:5] == [0, 1, 2, 3, 4]
+    for top, token in zip(choice.logprobs.top_logprobs[4:], choice.logprobs.token_logprobs[4:], strict=True):
+        assert len(top) <= 3
+        assert max(top.values()) == pytest.approx(token)
+    scored = openai_client.completions.create(model="gpt-mre", prompt="Once", max_tokens=0, logprobs=1, echo=True)
+    assert scored.choices[0].text == "Once"
+    assert scored.choices[0].logprobs.token_logprobs == choice.logprobs.token_logprobs[:4]
+
+
+def test_tokens_may_stand_for_texts(openai_client):
+    ask = openai_client.completions.create
+    text = ask(model="gpt-mre", prompt="Once", max_tokens=5, seed=1, echo=True).choices[0].text
+    assert ask(model="gpt-mre", prompt=list(b"Once"), max_tokens=5, seed=1, echo=True).choices[0].text == text
+    both = ask(model="gpt-mre", prompt=[list(b"Once"), list(b"Once")], max_tokens=5, seed=1, echo=True)
+    assert [choice.text for choice in both.choices] == [text, text]
+
+
+def test_a_stop_string_ends_a_text_and_is_not_part_of_it(openai_client):
+    options = {"model": "gpt-mre", "prompt": "Once", "max_tokens": 60, "seed": 3, "temperature": 2.0}
+    whole = openai_client.completions.create(**options).choices[0].text
+    stop = next(whole[n : n + 2] for n in range(20, 60) if whole[n : n + 2].isascii())
+    found = openai_client.completions.create(**options, stop=["never", stop]).choices[0]
+    assert (found.text, found.finish_reason) == (whole[: whole.index(stop)], "stop")
+    streamed = openai_client.completions.create(**options, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == found.text
+
+
+def test_text_is_held_back_only_while_it_could_be_a_stop_string():
+    draw = random.Random(0)
+    for _ in range(300):
+        content = bytes(draw.choice(b"ab") for _ in range(12))
+        stops = tuple(bytes(draw.choice(b"ab") for _ in range(draw.randint(1, 4))) for _ in range(2))
+        buffer, text, stopped = TextBuffer(stops), "", False
+        for byte in content:
+            piece, stopped = buffer.add(bytes((byte,)))
+            text += piece
+            if stopped:
+                break
+        text += "" if stopped else buffer.flush()
+        ends = [content.find(stop) + len(stop) for stop in stops if stop in content]
+        assert stopped == bool(ends)
+        if not ends:
+            assert text == content.decode()
+        else:
+            read = content[: min(ends)]
+            assert text == read[: min(place for place in map(read.find, stops) if place >= 0)].decode()
+
+
+def test_our_own_fields_pass_through_the_client(openai_client, gpt):
+    ask = openai_client.completions.create
+    found = ask(model="gpt-mre", prompt="Once", max_tokens=9, temperature=0, extra_body={"max_experts": 1})
+    assert found.choices[0].text == generated(gpt, b"Once", 9, temperature=0, max_experts=1).decode(errors="replace")
+    late = ask(model="gpt-mre", prompt="Once", max_tokens=4000, extra_body={"max_ms": 1}).choices[0]
+    assert (late.finish_reason, late.stop) == ("length", "deadline")
+
+
+def test_mistakes_are_the_client_s_own_errors(openai_client):
+    ask = openai_client.completions.create
+    for options, words in (
+        ({"prompt": "x" * 17}, "prompt: has 17 bytes"),
+        ({"prompt": [300]}, "prompt=\\[300\\]: must be a text, or whole numbers in 0 … 255"),
+        ({"prompt": [True]}, "prompt\\[0\\]=True: must be a text"),
+        ({"prompt": []}, "prompt: has 0 texts"),
+        ({"prompt": "a", "best_of": 2}, "best_of=2: must be less than or equal to 1"),
+        ({"prompt": "a", "presence_penalty": 1}, "presence_penalty=1: must be less than or equal to 0"),
+        ({"prompt": ["a"] * 40, "n": 2}, "n=2: 40 prompts make 80 texts"),
+        ({"prompt": "a", "suffix": "b"}, "suffix: is not a field of this request"),
+        ({"prompt": "a", "stop": ""}, "stop"),
+    ):
+        with pytest.raises(openai.UnprocessableEntityError, match=words):
+            ask(model="gpt-mre", **options)
+    with pytest.raises(openai.UnprocessableEntityError, match="model=mre-mnist: takes images, not text"):
+        ask(model="mre-mnist", prompt="a")
+
+
+def test_a_whole_completion_stops_when_its_client_goes(address, server):
+    def num_finished() -> list[str]:
+        lines = httpx.get(f"{address}/metrics").text.splitlines()
+        return [line for line in lines if line.startswith('raytraced_answers_total{model="gpt-mre",stop="length"}')]
+
+    before = num_finished()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{address}/v1/completions", json={"prompt": "Once", "max_tokens": 4096}, timeout=0.2)
+    until = time.monotonic() + 30
+    while server.traffic.in_progress or server.engine.worker.running:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert num_finished() == before
+
+
+# Open Inference Protocol
+
+
+@pytest.fixture
+def triton_client(address):
+    client = triton.InferenceServerClient(address.removeprefix("http://"))
+    yield client
+    client.close()
+
+
+def image_input(images: np.ndarray, binary: bool) -> triton.InferInput:
+    given = triton.InferInput("images", images.shape, "UINT8")
+    given.set_data_from_numpy(images, binary_data=binary)
+    return given
+
+
+def test_health_and_metadata(triton_client):
+    assert triton_client.is_server_live()
+    assert triton_client.is_server_ready()
+    assert triton_client.is_model_ready("mre-mnist")
+    assert not triton_client.is_model_ready("mre-mnis")
+    assert triton_client.get_server_metadata()["name"] == "raytraced"
+    found = triton_client.get_model_metadata("mre-mnist")
+    assert found["inputs"] == [{"name": "images", "datatype": "UINT8", "shape": [-1, 1, 28, 28]}]
+    assert found["outputs"][0] == {"name": "probabilities", "datatype": "FP32", "shape": [-1, 10]}
+
+
+@pytest.mark.parametrize("binary_input", [True, False])
+@pytest.mark.parametrize("binary_output", [True, False])
+def test_outputs_are_the_answers_of_our_own_path(triton_client, address, binary_input, binary_output):
+    body = {"images": IMAGES.tolist(), "model": "mre-mnist", "max_experts": 3}
+    expected = httpx.post(f"{address}/api/predict", json=body).json()["answers"]
+    names = ("probabilities", "labels", "experts", "macs")
+    outputs = [triton.InferRequestedOutput(name, binary_data=binary_output) for name in names]
+    found = triton_client.infer(
+        "mre-mnist", [image_input(IMAGES, binary_input)], outputs=outputs, request_id="7", parameters={"max_experts": 3}
+    )
+    assert found.get_response()["id"] == "7"
+    probabilities = np.array([answer["probabilities"] for answer in expected], np.float32)
+    assert (found.as_numpy("probabilities") == probabilities).all()
+    labels = [label.decode() if isinstance(label, bytes) else label for label in found.as_numpy("labels").tolist()]
+    assert labels == [answer["label"] for answer in expected]
+    assert found.as_numpy("experts").tolist() == [answer["experts"] for answer in expected]
+    assert found.as_numpy("macs").tolist() == [answer["macs"] for answer in expected]
+
+
+def test_all_outputs_are_the_default(triton_client):
+    found = triton_client.infer("mre-mnist", [image_input(IMAGES[:1], True)])
+    assert found.as_numpy("probabilities").shape == (1, 10)
+
+
+def test_mistakes_are_triton_s_own_errors(triton_client, address):
+    def infer(images=IMAGES, **options):
+        triton_client.infer(options.pop("model", "mre-mnist"), [image_input(images, True)], **options)
+
+    for call, words in (
+        (lambda: infer(IMAGES[:, :, :8, :8]), "must be \\(n, 1, 28, 28\\) with n in 1 … 256"),
+        (lambda: infer(model="mre-mnis"), "there is no such model; did you mean mre-mnist"),
+        (lambda: infer(model="gpt-mre"), "model=gpt-mre: takes text, not images"),
+        (lambda: infer(parameters={"max_experts": -1}), "max_experts=-1: must be greater than or equal to 0"),
+        (lambda: infer(parameters={"experts": 1}), "experts: is not a field"),
+        (lambda: infer(outputs=[triton.InferRequestedOutput("logits")]), "logits is not an output"),
+    ):
+        with pytest.raises(InferenceServerException, match=words):
+            call()
+    path = f"{address}/v2/models/mre-mnist/infer"
+    tensor = {"name": "images", "datatype": "UINT8", "shape": [1, 1, 28, 28]}
+    for body in (
+        b"",
+        b"[",
+        b"[]",
+        b"[" * 100_000,
+        json.dumps({"inputs": []}).encode(),
+        json.dumps({"inputs": [tensor]}).encode(),
+        json.dumps({"inputs": [tensor | {"data": [1]}]}).encode(),
+        json.dumps({"inputs": [tensor | {"data": [[True] * 784]}]}).encode(),
+        json.dumps({"inputs": [tensor | {"data": [[0] * 783 + ["a"]]}]}).encode(),
+        json.dumps({"inputs": [tensor | {"shape": [1 << 40, 1, 28, 28]}]}).encode(),
+    ):
+        response = httpx.post(path, content=body)
+        assert response.status_code == 422
+        assert isinstance(response.json()["error"], str)
+    assert httpx.post(path, content=b"{}", headers={"Inference-Header-Content-Length": "9"}).status_code == 422
+    assert httpx.post(path, content=b"{}", headers={"Content-Encoding": "gzip"}).status_code == 415

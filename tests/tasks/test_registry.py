@@ -1,0 +1,18 @@
+"""Which task a data set belongs to, and which data a model's card may name."""
+
+import pytest
+
+from raytraced.models.card import ModelCard
+from raytraced.tasks.registry import catalogued_data
+
+
+@pytest.mark.parametrize("data", ["digits", "union", "shakespeare"])
+def test_a_card_may_name_a_data_set_of_the_catalogue(data):
+    assert catalogued_data(ModelCard("mre", {}, {}, data=data)) == data
+
+
+@pytest.mark.parametrize("data", [None, "", ".", "/dev/zero", "~", "private", "../digits", "./digits"])
+def test_what_else_a_card_names_is_never_opened(data, tmp_path, monkeypatch):
+    (tmp_path / "private").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert catalogued_data(ModelCard("mre", {}, {}, data=data)) is None
