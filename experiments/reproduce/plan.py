@@ -12,7 +12,7 @@ from experiments.reproduce.variants import Variant
 from raytraced.errors import did_you_mean
 from raytraced.training.config import TrainConfig, preset_values
 
-Group = Literal["main", "equal-lr", "search", "temperature", "init"]
+Group = Literal["main", "equal-lr", "search", "temperature", "init", "reading"]
 LearningRates = Mapping[str, Mapping[str, float]]  # data set → label → learning rate
 Grids = Mapping[tuple[str, str], tuple[float, ...]]  # (data set, label) → the learning rates that its search tries
 Selection = tuple[str, ...] | None  # data sets that the user chose; None: the default ones of a part
@@ -208,6 +208,8 @@ PARTS = {
     "balance": "How evenly experts are used",
     "temperature": "Temperature of the Gumbel-softmax",
     "init": "Scaling of the initialisation",
+    "readings": "The text as it is written, and mre-paper trained for longer",
+    "final-loss": "Our recipe trained on its last answer alone, as the baselines are",
     "frontier": "Accuracy against MACs",
     "union": "Accuracy against MACs on the union of the three data sets",
     "early-exit": "Early exit: accuracy against MACs",
@@ -248,6 +250,7 @@ def runs_of(part: str, planner: Planner, selected: Selection) -> list[Run]:
     frontier += [("main", variants.compared_variants(plans[name].wide), [name], many) for name in compared]
     taus, recipes = variants.temperature_variants(scale.temperatures), (variants.MRE, variants.MRE_PAPER)
     shipped = variants.SHIPPED_RECIPES.values()
+    longest = variants.LONG_EPOCHS if scale.name == "full" else scale.probe_epochs
     needs: dict[str, list[Any]] = {
         "table1": [("main", (*variants.PAPER_VARIANTS, *variants.PAPER_BASELINES), papers, some)],
         "table2": [("main", recipes, papers, some)],
@@ -259,6 +262,11 @@ def runs_of(part: str, planner: Planner, selected: Selection) -> list[Run]:
         "balance": [("main", variants.BALANCE_VARIANTS, papers, some)],
         "temperature": [("temperature", taus, probed, some, scale.probe_epochs)],
         "init": [("init", variants.INIT_VARIANTS, probed, some, scale.probe_epochs)],
+        "readings": [
+            ("reading", variants.READING_VARIANTS, papers, many),
+            ("reading", [variants.MRE_PAPER_LONG], [name for name in papers if name == "cifar10"], many, longest),
+        ],
+        "final-loss": [("main", [variants.MRE_FINAL], tuned, many)],
         "frontier": frontier,
         "union": frontier,
         "early-exit": [("main", variants.exit_variants(plans[name].wide), [name], many) for name in tuned],

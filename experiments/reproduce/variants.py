@@ -59,6 +59,17 @@ PAPER_BASELINES = tuple(
     Variant(f"{name}-paper", name, {"stream": "last"}, preset="paper", lr=5e-4)
     for name in ("mlp-total", "mlp-avg", "top-k", "threshold")
 )
+# The text as it is written, and one change at a time towards MRE_PAPER: equation 1 without a residual stream, normal weights.
+LITERAL = PAPER | {"stream": "last", "gate_init": "normal"}
+READING_VARIANTS = (
+    Variant("literal", "mre-paper", LITERAL, preset="paper", lr=5e-3),
+    Variant("literal-1e-3", "mre-paper", LITERAL, preset="paper", lr=1e-3),
+    Variant("literal-1e-3-uniform", "mre-paper", LITERAL | {"gate_init": "uniform"}, preset="paper", lr=1e-3),
+)
+LONG_EPOCHS = 60
+MRE_PAPER_LONG = replace(MRE_PAPER, label=f"mre-paper-{LONG_EPOCHS}-epochs")
+# Our recipe without a loss on early answers and without a target: trained as the baselines of the same table are.
+MRE_FINAL = Variant("mre-final-loss", "mre", RECIPE, {"exit_loss": 0.0, "target_experts": None})
 PAPER_VARIANTS = (MLP_TOTAL, MLP_AVG, TOP_K, THRESHOLD, MRE, MRE_PAPER)
 # All models at the same constant learning rate, as in the paper's figure 3.
 EQUAL_LR = 1e-3
