@@ -20,6 +20,8 @@ PARAMETERS = {
     "mre-paper": 40_202,
     "top-k": 39_386,
     "planned": 39_386,
+    "matryoshka": 39_386,
+    "hash": BASE,  # the random map is not learnt
     "threshold": 39_386,
     "relu": 39_386,  # the penalty is not learnt
     "mlp-total": 39_286,

@@ -36,6 +36,11 @@ def top_k(router, step, hidden):
     return {e: scale * share for e, share in zip(chosen, normalised([logits[e] for e in chosen]), strict=True)}
 
 
+def hash_routing(router, step, hidden):
+    scores = [number(sum(direction * hidden)) for direction in router.directions[step]]
+    return {e: torch.ones((), dtype=hidden.dtype) for e in by_strength(scores)[: router.k]}
+
+
 def relu(router, step, hidden):
     return {e: logit for e, logit in enumerate(gate(router, step, hidden)) if number(logit) > 0}
 

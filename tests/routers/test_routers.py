@@ -9,6 +9,8 @@ from raytraced.rng import uniform
 from raytraced.routers.ada_k import AdaK
 from raytraced.routers.aux_free import AuxFree
 from raytraced.routers.chain import ChainOfExperts
+from raytraced.routers.hash import HashRouting
+from raytraced.routers.matryoshka import MatryoshkaTopK
 from raytraced.routers.null_experts import NullExperts
 from raytraced.routers.planned import PlannedTopK
 from raytraced.routers.relu import ReLURouting
@@ -21,6 +23,8 @@ ROUTERS = {
     "top-k": (TopK, {}, per_sample.top_k),
     "top-k-count": (TopK, {"k": 3, "total": "count"}, per_sample.top_k),
     "top-1": (TopK, {"k": 1}, per_sample.top_k),
+    "matryoshka": (MatryoshkaTopK, {"k": 3, "most": 3, "total": "count"}, per_sample.top_k),  # in evaluation it is top-k
+    "matryoshka-1": (MatryoshkaTopK, {"k": 1, "most": 3}, per_sample.top_k),
     "relu": (ReLURouting, {}, per_sample.relu),
     "threshold": (Threshold, {}, per_sample.threshold),
     "threshold-0.9": (Threshold, {"threshold": 0.9}, per_sample.threshold),
@@ -179,6 +183,38 @@ def test_aux_free_without_bias_is_top_k():
     hidden = torch.randn(20, 5, dtype=torch.float64)
     torch.testing.assert_close(ours(hidden).hidden, theirs(hidden).hidden)
     assert torch.equal(ours(hidden).route.active, theirs(hidden).route.active)
+
+
+def test_matryoshka_draws_every_k_up_to_the_largest_in_training_and_keeps_the_best_experts():
+    layer = make_layer(MatryoshkaTopK, num_experts=4, most=3).train()
+    hidden = torch.randn(3000, 5, dtype=torch.float64)
+    out = layer(hidden, generator=torch.Generator().manual_seed(0))
+    counts_BL = out.route.active.sum(-1).long()
+    for layer_counts in counts_BL.unbind(1):
+        share = torch.bincount(layer_counts, minlength=5) / len(hidden)
+        assert share[0] == share[4] == 0
+        assert (share[1:4] - 1 / 3).abs().max() < 5 * (2 / 9 / 3000) ** 0.5  # five standard deviations of a share
+    assert (counts_BL[:, 0] != counts_BL[:, 1]).any()  # every layer draws its own
+    logits_BN = layer.router.gate_logits(0, hidden)
+    chosen_BN = out.route.active[:, 0].bool()
+    weakest = logits_BN.masked_fill(~chosen_BN, float("inf")).amin(-1)
+    strongest_left = logits_BN.masked_fill(chosen_BN, -float("inf")).amax(-1)
+    assert (weakest >= strongest_left).all()
+
+
+def test_hash_routing_follows_the_layers_input_in_all_layers_and_learns_nothing():
+    layer = routed_layer(HashRouting, 5, 3, 4, k=2).double()
+    hidden = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
+    out = layer(hidden)
+    assert out.route.active.sum(-1).unique().tolist() == [2]
+    expected = [[per_sample.hash_routing(layer.router, step, row).keys() for step in range(3)] for row in hidden]
+    assert [[set(step.nonzero()[:, 0].tolist()) for step in row] for row in out.route.active] == [
+        [set(step) for step in row] for row in expected
+    ]
+    assert not list(layer.router.parameters())
+    assert "router.directions" in layer.state_dict()
+    twice = layer(hidden.repeat(2, 1))
+    assert twice.route.active[:9].equal(twice.route.active[9:])
 
 
 def test_planned_equals_top_k_in_one_layer_and_reads_the_layers_input_in_all():

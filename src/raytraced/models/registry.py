@@ -50,6 +50,8 @@ MODELS = {
     "mre-paper": ModelInfo(RAYTRACED, GRID, "Perin 2025", adaptive=True, anytime=True, recipe=PAPER),
     "top-k": ModelInfo("routers.top_k:TopK", GRID, "Shazeer 2017"),
     "planned": ModelInfo("routers.planned:PlannedTopK", GRID, "top-k, our control"),
+    "matryoshka": ModelInfo("routers.matryoshka:MatryoshkaTopK", GRID, "Wang 2025, M-MoE"),
+    "hash": ModelInfo("routers.hash:HashRouting", GRID, "Roller 2021"),
     "threshold": ModelInfo("routers.threshold:Threshold", GRID, "Huang 2024", adaptive=True),
     "mlp-total": ModelInfo(MLP, {"dim": 36, "num_layers": 8}, "plain, MRE's size"),
     "mlp-avg": ModelInfo(MLP, {"dim": 24, "num_layers": 8}, "plain, MRE's use"),

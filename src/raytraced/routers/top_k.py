@@ -55,6 +55,10 @@ class TopK(Router):
         weights_BN = softmax_over(logits_BN, chosen_BN) if self.k > 1 else logits_BN.softmax(-1) * chosen_BN
         if self.total == "count":
             weights_BN = weights_BN * self.k
+        return self.with_balance(logits_BN, chosen_BN, weights_BN)
+
+    def with_balance(self, logits_BN: Tensor, chosen_BN: Tensor, weights_BN: Tensor) -> Choice:
+        """The choice with its load-balancing loss, in training and where there is one."""
         active_BN = chosen_BN.to(weights_BN.dtype)
         if not (self.balance and self.training):
             return Choice(active_BN, weights_BN)
