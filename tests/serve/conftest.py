@@ -45,15 +45,19 @@ def models(files):
 
 
 def running(server: Server) -> Iterator[str]:
-    """The address of a server that runs in a thread until the end of the fixture."""
+    """The address of a server that runs in a thread until the end of the fixture, which no request can delay for long."""
     listening = open_socket("127.0.0.1", 0)
-    process = uvicorn.Server(server.uvicorn_config())
-    thread = threading.Thread(target=process.run, kwargs={"sockets": [listening]})
+    process = uvicorn.Server(server.uvicorn_config(grace=5))
+    thread = threading.Thread(target=process.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    process.should_exit = True
-    thread.join()
-    listening.close()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        process.should_exit = True
+        thread.join(60)
+        listening.close()
+        server.engine.decoders.end()
+        assert not thread.is_alive(), "the server did not end"
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,6 @@ import os
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from itertools import count
@@ -17,11 +15,11 @@ import numpy as np
 import pytest
 from uvicorn.server import ServerState
 
+from experiments.server.process import ServerProcess
 from raytraced.serve.app import Server
 from raytraced.serve.connections import BACKLOG, RESERVED_FILES, Connections
 from raytraced.serve.limits import Limits
 from serve.conftest import in_base64, png, running, some_images
-from serve.test_process import ENVIRONMENT, address_of
 
 DIGIT = some_images((1, 8, 8), 3)[1, 0].numpy()
 FILE = in_base64(png(DIGIT))
@@ -288,24 +286,16 @@ def test_what_is_not_http_is_refused_in_json(start):
 @pytest.mark.slow
 def test_half_sent_heads_at_the_file_limit_leave_the_server_reachable():
     files = 400
-    command = [sys.executable, "-m", "raytraced", "serve", "mre-digits", "--port", "0"]
 
     def limit_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
 
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, preexec_fn=limit_files
-    )
-    try:
-        address = address_of(process)
-        half = [connect(address) for _ in range(files + 200)]
+    with ServerProcess("mre-digits", preexec_fn=limit_files) as server:
+        half = [connect(server.address) for _ in range(files + 200)]
         for connection in half:
             connection.send(b"GET / HTTP/1.1\r\nHost: loc")
         for _ in range(20):
-            assert httpx.post(f"{address}/api/predict", json={"image": FILE}).status_code == 200
+            assert httpx.post(f"{server.address}/api/predict", json={"image": FILE}).status_code == 200
         for connection in half:
             connection.close()
-    finally:
-        process.kill()
-        _, log = process.communicate()
-    assert len(log) < 1000, log[:1000]
+        assert len(server.log()) < 1000, server.log()[:1000]

@@ -13,11 +13,11 @@ import schemathesis
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
+from experiments.server.process import ServerProcess
 from raytraced.cli.main import main
 from raytraced.serve.app import Server
 from raytraced.serve.limits import Limits
 from serve.conftest import in_base64, png, running, some_images
-from serve.test_process import address_of, start
 
 pytestmark = pytest.mark.slow
 MODELS = ("mre-digits", "mre-mnist", "mre-cifar10")
@@ -25,11 +25,9 @@ MODELS = ("mre-digits", "mre-mnist", "mre-cifar10")
 
 @pytest.fixture(scope="module")
 def process(files):
-    process = start(*MODELS, *map(str, sorted(files.glob("*.safetensors"))))
-    yield address_of(process)
-    process.kill()
-    _, log = process.communicate()
-    assert "Traceback" not in log, log
+    with ServerProcess(*MODELS, *map(str, sorted(files.glob("*.safetensors")))) as server:
+        yield server.address
+        assert "Traceback" not in server.log(), server.log()
 
 
 @pytest.fixture(scope="module")

@@ -6,44 +6,31 @@ import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import httpx
+import psutil
 import pytest
 
 import raytraced
+from experiments.server.process import ENVIRONMENT, ServerProcess
 from raytraced.cli.main import main
+from raytraced.cli.serve import LAST_SECONDS
+from raytraced.serve.limits import Limits
 from serve.conftest import SHIPPED
 
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(raytraced.__file__).parent.parent)}
-
-
-def start(*words: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "raytraced", "serve", *words, "--port", "0"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
-
-
-def address_of(process: subprocess.Popen) -> str:
-    """The address that it prints once it listens."""
-    line = process.stdout.readline()
-    assert "http://" in line, process.stderr.read()
-    return "http://" + line.partition("http://")[2].partition("/")[0]
+LENGTH = 300
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_finishes_requests_in_progress_and_refuses_new_ones(number, files):
-    process = start(str(files / "gpt-mre.safetensors"))
-    try:
-        tokens = tokens_while_it_shuts_down(process, number)
+    with ServerProcess(str(files / "gpt-mre.safetensors")) as server:
+        tokens = tokens_while_it_shuts_down(server, number)
         assert len(tokens) == LENGTH
         assert '"stop": "length"' in tokens[-1]
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.communicate()
-
-
-LENGTH = 300
+        assert server.process.wait(30) == 0
 
 
 def refuses(address: str) -> bool:
@@ -54,47 +41,94 @@ def refuses(address: str) -> bool:
         return True
 
 
-def tokens_while_it_shuts_down(process: subprocess.Popen, number: int) -> list[str]:
-    address, tokens, begun = address_of(process), [], threading.Event()
+def tokens_while_it_shuts_down(server: ServerProcess, number: int) -> list[str]:
+    tokens, begun = [], threading.Event()
 
     def generate():
         body = {"text": "Once", "length": LENGTH}
-        with httpx.stream("POST", f"{address}/api/generate", json=body, timeout=60) as response:
+        with httpx.stream("POST", f"{server.address}/api/generate", json=body, timeout=60) as response:
             for line in response.iter_lines():
                 if line:
                     tokens.append(line)
                     begun.set()
 
-    request = threading.Thread(target=generate)
+    request = threading.Thread(target=generate, daemon=True)
     request.start()
     assert begun.wait(60)
-    process.send_signal(number)
+    server.process.send_signal(number)
     refused = False
     while request.is_alive() and not refused:  # until the signal has arrived
-        refused = refuses(address)
+        refused = refuses(server.address)
     assert refused, "the text ended before the signal arrived"
     request.join(60)
     return tokens
 
 
-def test_a_second_ctrl_c_ends_it_at_once_in_one_line(files):
-    process = start(str(files / "gpt-mre.safetensors"))
-    try:
-        address = address_of(process)
-        with httpx.stream(
-            "POST", f"{address}/api/generate", json={"text": "Once", "length": 4000}, timeout=60
-        ) as stream:
-            chunks = stream.iter_bytes()  # held: the stream closes with it
-            next(chunks)
-            process.send_signal(signal.SIGINT)
-            while not refuses(address):
+@contextmanager
+def a_long_text(address: str) -> Iterator[None]:
+    """A request that is in progress."""
+    body = {"text": "Once", "length": 4096}
+    with httpx.stream("POST", f"{address}/api/generate", json=body, timeout=60) as stream:
+        chunks = stream.iter_bytes()  # held: the stream closes with it
+        next(chunks)
+        yield
+
+
+def test_a_second_ctrl_c_ends_it_at_once_in_one_line_and_its_decoders_with_it(files):
+    """Whoever reads a server's stdout to its end waits for no other process."""
+    with ServerProcess(str(files / "gpt-mre.safetensors")) as server:
+        with a_long_text(server.address):
+            decoders = psutil.Process(server.process.pid).children()
+            assert len(decoders) == Limits().decoders
+            os.kill(decoders[0].pid, signal.SIGSTOP)  # it cannot see that the socket closes
+            server.process.send_signal(signal.SIGINT)
+            while not refuses(server.address):
                 pass  # until the first has arrived
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 130
-        assert process.stderr.read() == "raytraced: stopped at once; requests in progress were cut off\n"
-    finally:
-        process.kill()
-        process.communicate()
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.wait(60) == 130
+        assert server.log() == "raytraced: stopped at once; requests in progress were cut off\n"
+        assert server.process.stdout.read() == ""
+        os.kill(decoders[0].pid, signal.SIGCONT)
+        gone, _ = psutil.wait_procs(decoders, timeout=30)
+        assert len(gone) == len(decoders)
+
+
+@pytest.mark.slow
+def test_sigterm_ends_it_within_thirty_seconds_whatever_is_in_progress(files):
+    with ServerProcess(str(files / "gpt-mre.safetensors")) as server, ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(a_long_text(server.address))
+        began = time.monotonic()
+        server.process.terminate()
+        server.process.wait(LAST_SECONDS + 2)
+        assert time.monotonic() - began > 20, "all texts were finished: nothing was tested"
+
+
+@pytest.fixture
+def decoder():
+    """A function that starts a decoder process whose socket stays open."""
+    with ExitStack() as stack:
+
+        def start(seconds: float, parent: int) -> tuple[socket.socket, subprocess.Popen]:
+            ours, other = map(stack.enter_context, socket.socketpair())
+            words = [str(word) for word in (other.fileno(), seconds, parent)]
+            command = [sys.executable, "-m", "raytraced.serve.decode_worker", *words]
+            process = stack.enter_context(subprocess.Popen(command, pass_fds=[other.fileno()], env=ENVIRONMENT))
+            stack.callback(process.kill)
+            return ours, process
+
+        yield start
+
+
+def test_an_idle_decoder_ends_when_its_parent_has(decoder):
+    _, process = decoder(seconds=9, parent=os.getppid())  # not the process that started it
+    assert process.wait(30) == 0
+
+
+def test_a_decoder_ends_a_message_that_takes_too_long(decoder):
+    ours, process = decoder(seconds=0.2, parent=os.getpid())
+    ours.sendall(b"\0")  # the beginning of a message
+    assert process.wait(30) == -signal.SIGALRM
 
 
 def test_mistakes_are_one_line(capsys, files, tmp_path):

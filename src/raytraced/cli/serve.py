@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +14,8 @@ from raytraced.cli.training import find_source
 from raytraced.errors import check_threads, printable, require
 from raytraced.models.registry import SHIPPED
 
-GRACE = 30  # seconds that the server waits for requests in progress when it shuts down
+GRACE = 27  # seconds that the server waits for requests in progress when it shuts down
+LAST_SECONDS = 30  # seconds after which it ends in any case
 
 
 def serve(
@@ -118,10 +120,20 @@ def run(uvicorn_server: Any, server: Any, listening: socket.socket) -> None:
         if server.traffic.shutting_down and number == signal.SIGINT:
             print("raytraced: stopped at once; requests in progress were cut off", file=sys.stderr, flush=True)
             os._exit(130)  # nothing is being written
+        if not server.traffic.shutting_down:
+            watchdog = threading.Timer(LAST_SECONDS, end_late)
+            watchdog.daemon = True
+            watchdog.start()
         server.traffic.shutting_down = uvicorn_server.should_exit = True
 
     uvicorn_server.handle_exit = shut_down  # uvicorn's own would raise the signal again at the end
     uvicorn_server.run(sockets=[listening])
+
+
+def end_late() -> None:
+    """End a server that could not shut down in time."""
+    print(f"raytraced: not stopped after {LAST_SECONDS} seconds; requests were cut off", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def open_socket(host: str, port: int) -> socket.socket:

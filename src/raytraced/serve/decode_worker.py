@@ -9,6 +9,8 @@ Legend: C channels, H and W height and width.
 import base64
 import io
 import json
+import os
+import select
 import signal
 import socket
 import sys
@@ -26,6 +28,7 @@ from raytraced.tasks.images.image_file import read_image
 
 FILE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 START_OF_SCAN = b"\xff\xda"
+PARENT_SECONDS = 1.0  # how often an idle process checks whether the server still exists
 
 
 class ImageError(ValueError):
@@ -102,21 +105,37 @@ def pack_message(header: dict[str, Any], *contents: bytes) -> bytes:
     return b"".join((len(text).to_bytes(4, "big"), text, *contents))
 
 
-def serve_messages(receive: Callable[[int], bytes], send: Callable[[bytes], None]) -> None:
-    """Answer messages until the other side closes."""
+def serve_messages(receive: Callable[[int], bytes], send: Callable[[bytes], None], wait: Callable[[], bool]) -> None:
+    """Answer messages until the other side closes, or `wait` says that there will be no other message."""
     send(pack_message({"size": 0}))  # ready
-    while length := receive(4):
+    while wait() and (length := receive(4)):
         header = json.loads(receive(int.from_bytes(length, "big")))
         content = receive(sum(size for _, size in header["files"]))
         send(pack_message(*answer_message(header, content)))
 
 
 def serve_socket() -> None:
-    """Serve the socket whose number is the first argument."""
+    """Serve a socket. The arguments are its number, the most seconds that a message may take, and the server's process.
+
+    The process ends with the server, in whatever way the server ends: the socket closes, or the server is no longer the
+    parent (a process forked from the server can keep the socket open), or the alarm ends a message that takes too long.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the server, which closes the socket
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    descriptor, seconds, parent = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+    connection = socket.socket(fileno=descriptor)
+
+    def wait() -> bool:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        while not select.select([connection], [], [], PARENT_SECONDS)[0]:
+            if os.getppid() != parent:
+                return False
+        signal.setitimer(
+            signal.ITIMER_REAL, seconds
+        )  # nothing handles SIGALRM: it ends the process, even inside a decoder
+        return True
+
     with connection, connection.makefile("rb") as file, suppress(ConnectionError):  # the server may end first
-        serve_messages(file.read, connection.sendall)
+        serve_messages(file.read, connection.sendall, wait)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Legend: C channels, H and W height and width.
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -21,13 +22,21 @@ from raytraced.serve.limits import Limits, RefusedError
 
 
 class DecoderProcess:
-    """One process, and the connection to it."""
+    """One process, and the connection to it.
 
-    def __init__(self) -> None:
+    It shares none of the server's standard streams: whoever reads those to their end must wait for the server alone.
+
+    Args:
+        seconds: The most seconds that it spends on a message, whatever becomes of the server.
+    """
+
+    def __init__(self, seconds: float) -> None:
         self.socket, other = socket.socketpair()
-        command = [sys.executable, "-m", "raytraced.serve.decode_worker", str(other.fileno())]
+        words = [str(word) for word in (other.fileno(), seconds, os.getpid())]
+        command = [sys.executable, "-m", "raytraced.serve.decode_worker", *words]
+        none = subprocess.DEVNULL
         with other:
-            self.process = subprocess.Popen(command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(command, pass_fds=[other.fileno()], stdin=none, stdout=none, stderr=none)
         self.reader: asyncio.StreamReader | None = None
 
     async def connect(self) -> None:
@@ -78,7 +87,7 @@ class Decoders:
 
     def add(self) -> None:
         """Start one process."""
-        process = DecoderProcess()
+        process = DecoderProcess(2 * self.limits.decode_seconds + 1)
         self.all.add(process)
         self.idle.put_nowait(process)
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -34,16 +35,20 @@ class FrontPage:
         return self.folder / ("page.html.gz" if compressed else "page.html")
 
     async def build(self) -> Path:
-        """Run this file as a process: neither its time nor its memory is the server's."""
+        """Run this file as a process: neither its time nor its memory is the server's; it ends when the server does."""
         folder = Path(tempfile.mkdtemp(prefix="raytraced-page-"))
         words = [word for served in self.models for word in (served.name, served.source)]
         command = [sys.executable, "-m", "raytraced.serve.front_page", str(folder), *words]
-        self.process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
+        pipe, none = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+        self.process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=none, stderr=pipe)
+        assert self.process.stderr is not None
         try:
+            log = await self.process.stderr.read()  # not `communicate`, which would close stdin
             status = await self.process.wait()
         finally:
             self.end_process()
         if status != 0:
+            print(log.decode(errors="replace"), end="", file=sys.stderr, flush=True)
             shutil.rmtree(folder, ignore_errors=True)
             raise RefusedError(503, "page", "the page could not be built; the server's log says why")
         return folder
@@ -84,5 +89,16 @@ def write_front_page(words: Sequence[str]) -> None:
     Path(folder, "page.html.gz").write_bytes(gzip.compress(content, 6, mtime=0))
 
 
+def end_with_stdin() -> None:
+    """End the process when the server's end of its stdin closes: at the server's end, whatever its cause."""
+
+    def watch() -> None:
+        os.read(0, 1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 if __name__ == "__main__":
+    end_with_stdin()
     write_front_page(sys.argv[1:])
