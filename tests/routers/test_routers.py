@@ -23,7 +23,8 @@ ROUTERS = {
     "top-k": (TopK, {}, per_sample.top_k),
     "top-k-count": (TopK, {"k": 3, "total": "count"}, per_sample.top_k),
     "top-1": (TopK, {"k": 1}, per_sample.top_k),
-    "matryoshka": (MatryoshkaTopK, {"k": 3, "most": 3, "total": "count"}, per_sample.top_k),  # in evaluation it is top-k
+    # in evaluation it is top-k
+    "matryoshka": (MatryoshkaTopK, {"k": 3, "most": 3, "total": "count"}, per_sample.top_k),
     "matryoshka-1": (MatryoshkaTopK, {"k": 1, "most": 3}, per_sample.top_k),
     "relu": (ReLURouting, {}, per_sample.relu),
     "threshold": (Threshold, {}, per_sample.threshold),
