@@ -4,6 +4,7 @@ import joblib
 import numpy as np
 import pytest
 import torch
+from scipy import sparse
 from sklearn.base import clone
 from sklearn.datasets import load_diabetes, load_iris
 from sklearn.model_selection import GridSearchCV
@@ -13,7 +14,14 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import forked
 import raytraced as rt
+from raytraced.integrations import table_rows
 from raytraced.integrations.sklearn import MREClassifier, MRERegressor
+from raytraced.integrations.table_rows import merge_rows
+from raytraced.integrations.table_training import TableTrainer, split_rows
+from raytraced.tasks.registry import named_task
+from raytraced.tasks.task import Batch
+from raytraced.training.config import TrainConfig
+from raytraced.training.objective import Objective, step_seed
 
 SMALL = {"dim": 8, "num_layers": 2, "num_experts": 3, "epochs": 6, "batch_size": 32, "random_state": 0}
 IRIS = load_iris(return_X_y=True)
@@ -79,7 +87,7 @@ def test_answers_along_the_way_of_many_rows_are_those_of_their_parts(classifier,
     rows = IRIS[0][::5]
     assert len(set(classifier.count_experts(rows))) > 1  # some parts end before others
     whole = list(classifier.predict_proba_anytime(rows))
-    monkeypatch.setattr("raytraced.integrations.sklearn.ROWS", 1)
+    monkeypatch.setattr("raytraced.integrations.table_rows.MOST_ROWS", 1)
     for one, other in zip(whole, classifier.predict_proba_anytime(rows), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-9)
     assert len(list(classifier.predict_anytime(rows, max_experts=2))) == 3
@@ -98,8 +106,10 @@ def test_early_stopping_ends_and_keeps_the_best_weights():
     losses = fitted.validation_loss_
     assert len(losses) == fitted.num_epochs_ < 40
     assert losses.index(min(losses)) == len(losses) - 4
-    standard = (y[:100] - fitted.target_mean_) / fitted.target_scale_
-    _, validation_rows = fitted._split(torch.from_numpy(standard), np.random.RandomState(0).randint(2**31 - 1))
+    standard = ((y[:100] - fitted.target_mean_) / fitted.target_scale_)[:, None]
+    rows, _ = merge_rows(X[:100], standard, np.ones(100))
+    _, validation = split_rows(torch.from_numpy(standard[rows]), 0.5, np.random.RandomState(0).randint(2**31 - 1))
+    validation_rows = rows[validation]
     found = (fitted.predict(X[validation_rows]) - y[validation_rows]) / fitted.target_scale_
     assert (found**2).mean() == pytest.approx(min(losses), rel=1e-4)
     assert MRERegressor(**SMALL | {"validation_fraction": 0, "epochs": 1}).fit(X, y).validation_loss_ == []
@@ -113,6 +123,178 @@ def test_class_weights_move_answers_to_the_class_that_counts():
         for weight in ({False: 9, True: 1}, None, "balanced", {False: 1, True: 9})
     ]
     assert shares[0] < shares[1] < shares[2] < shares[3]
+
+
+def weights_of(fitted):
+    return fitted.model_.state_dict()
+
+
+def assert_same_model(one, other):
+    for name, tensor in weights_of(one).items():
+        assert torch.equal(tensor, weights_of(other)[name]), name
+
+
+@pytest.mark.parametrize(("kind", "data"), [(MREClassifier, IRIS), (MRERegressor, DIABETES)])
+def test_weights_are_repeated_rows_whatever_their_order(kind, data):
+    X, y = data
+    counts = np.random.default_rng(0).integers(0, 4, len(X))
+    order = np.random.default_rng(1).permutation(counts.sum())
+    options = SMALL | {"epochs": 2, "validation_fraction": 0.2}
+    weighted = kind(**options).fit(X, y, sample_weight=counts)
+    repeated = kind(**options).fit(X.repeat(counts, 0)[order], y.repeat(counts)[order])
+    assert_same_model(weighted, repeated)
+    assert weighted.num_experts_ == pytest.approx(repeated.count_experts(X.repeat(counts, 0)).mean())
+    np.testing.assert_allclose(weighted.mean_, X.repeat(counts, 0).mean(0))
+    np.testing.assert_allclose(weighted.scale_, X.repeat(counts, 0).std(0))
+
+
+def test_rows_are_merged_in_the_order_of_their_values():
+    random = np.random.default_rng(0)
+    X = random.integers(-2, 3, (200, 5)) / 3 * (random.random((200, 5)) < 0.5)
+    y = random.integers(0, 2, (200, 1))
+    expected = sorted({(*row, *label) for row, label in zip(X.tolist(), y.tolist(), strict=True)})
+    for rows in (X, sparse.csr_array(X)):
+        kept, weights = merge_rows(rows, y, np.ones(200))
+        assert [(*row, *label) for row, label in zip(X[kept].tolist(), y[kept].tolist(), strict=True)] == expected
+        for row, weight in zip(kept, weights, strict=True):
+            assert weight == ((X[row] == X).all(1) & (y == y[row])[:, 0]).sum()
+
+
+def test_many_equal_rows_are_as_many_steps_as_different_ones(monkeypatch):
+    steps = []
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: (steps.append(1), step(self))[1])
+    X, y = np.array([[0.0], [1.0]] * 320), np.array([0, 1] * 320)
+    MREClassifier(**SMALL | {"epochs": 1, "batch_size": 64}).fit(X, y)
+    assert len(steps) == 640 / 64
+    steps.clear()
+    MREClassifier(**SMALL | {"epochs": 1}).fit(X[:2], y[:2], sample_weight=[1e9, 1e9])
+    assert len(steps) == 4096 / 32  # however large weights are
+
+
+def test_class_weights_and_sample_weights_multiply():
+    X, y = IRIS
+    by_class = MREClassifier(**SMALL | {"class_weight": {0: 1.0, 1: 0.5, 2: 0.25}}).fit(X, y)
+    by_row = MREClassifier(**SMALL).fit(X, y, sample_weight=np.array([1.0, 0.5, 0.25])[y])
+    by_class.mean_, by_class.scale_ = by_row.mean_, by_row.scale_  # class weights do not change the scales
+    np.testing.assert_allclose(by_class.predict_proba(X), by_row.predict_proba(X), atol=0.2)
+    balanced = MREClassifier(**SMALL | {"class_weight": "balanced"})
+    assert balanced._class_weights(np.arange(2), y[:100], y[:100], 1.0 + 2 * (y[:100] == 1)) == pytest.approx(
+        [2, 2 / 3]
+    )
+
+
+@pytest.mark.parametrize("container", [sparse.csr_array, sparse.csr_matrix, sparse.csc_matrix, sparse.coo_array])
+def test_sparse_rows_give_the_model_and_the_answers_of_dense_ones(container):
+    X = np.where(IRIS[0] > 3, IRIS[0], 0)
+    dense, other = (MREClassifier(**SMALL).fit(rows, IRIS[1]) for rows in (X, container(X)))
+    assert_same_model(dense, other)
+    np.testing.assert_array_equal(dense.predict_proba(X), other.predict_proba(container(X)))
+    for one, two in zip(dense.predict_proba_anytime(X), other.predict_proba_anytime(container(X)), strict=True):
+        np.testing.assert_array_equal(one, two)
+    with pytest.raises(ValueError, match=r"^X: 1 of 2 values are NaN or infinity; fill them in first"):
+        other.predict(container(np.array([[0.0, np.nan, 1.0, 0.0]])))
+
+
+def test_wide_sparse_rows_are_never_dense_all_at_once(monkeypatch):
+    monkeypatch.setattr("raytraced.integrations.table_rows.MOST_VALUES", 12_000)
+    X = sparse.random_array((60, 4000), density=0.01, format="csr", rng=np.random.default_rng(0))
+    shapes = []
+    dense = table_rows.dense_rows
+    watch = lambda X, rows: shapes.append(len(rows)) or dense(X, rows)  # noqa: E731
+    monkeypatch.setattr("raytraced.integrations.table_rows.dense_rows", watch)
+    monkeypatch.setattr("raytraced.integrations.table_estimator.dense_rows", watch)
+    MREClassifier(**SMALL | {"epochs": 1, "batch_size": 2}).fit(X, np.arange(60) % 2).predict(X)
+    assert max(shapes) == 3
+
+
+@pytest.mark.parametrize(("kind", "data"), [(MREClassifier, IRIS), (MRERegressor, DIABETES)])
+def test_passes_over_parts_learn_and_continue_after_joblib(kind, data, tmp_path):
+    X, y = data
+    order = np.random.default_rng(0).permutation(len(X))
+    parts = [order[start::3] for start in range(3)]
+    first = {"classes": np.unique(y)} if kind is MREClassifier else {}
+    whole, stored = kind(**SMALL), kind(**SMALL)
+    whole.partial_fit(X[parts[0]], y[parts[0]], **first)
+    stored.partial_fit(X[parts[0]], y[parts[0]], **first)
+    np.testing.assert_allclose(whole.mean_, X[parts[0]].mean(0))  # the first rows set the scales
+    for number in range(1, 45):
+        part = parts[number % 3]
+        whole.partial_fit(X[part], y[part])
+        if number < 4:
+            joblib.dump(stored, tmp_path / "model.joblib")
+            stored = joblib.load(tmp_path / "model.joblib").partial_fit(X[part], y[part])
+            assert_same_model(whole, stored)
+    assert whole.num_epochs_ == 45
+    assert whole.score(X, y) > (0.9 if kind is MREClassifier else 0.3)
+
+
+@pytest.mark.parametrize(("kind", "data"), [(MREClassifier, IRIS), (MRERegressor, DIABETES)])
+def test_a_warm_start_continues_and_a_cold_one_does_not(kind, data):
+    X, y = data
+    warm = kind(**SMALL | {"warm_start": True}).fit(X, y)
+    before = {name: tensor.clone() for name, tensor in weights_of(warm).items()}
+    mean = warm.mean_
+    warm.set_params(learning_rate=1e-12).fit(X + 1, y)
+    assert all(torch.allclose(before[name], tensor, atol=1e-6) for name, tensor in weights_of(warm).items())
+    assert warm.mean_ is mean
+    warm.set_params(warm_start=False).fit(X, y)
+    assert not all(torch.allclose(before[name], tensor, atol=1e-6) for name, tensor in weights_of(warm).items())
+    with pytest.raises(ValueError, match=r"^dim=9: the model to continue has 8; set warm_start=False to start anew$"):
+        warm.set_params(warm_start=True, dim=9).fit(X, y)
+
+
+def test_what_cannot_be_continued_is_one_clear_line():
+    X, y = IRIS
+    with pytest.raises(ValueError, match=r"^classes=None: the first call of partial_fit needs all labels"):
+        MREClassifier(**SMALL).partial_fit(X, y)
+    with pytest.raises(ValueError, match=r"^class_weight='balanced': partial_fit does not see all rows"):
+        MREClassifier(**SMALL, class_weight="balanced").partial_fit(X, y, classes=[0, 1, 2])
+    fitted = MREClassifier(**SMALL | {"epochs": 1, "warm_start": True}).fit(X, y)
+    with pytest.raises(ValueError, match=r"^classes: differ from those of the first call; leave them out$"):
+        fitted.partial_fit(X, y, classes=[0, 1])
+    with pytest.raises(ValueError, match=r"^y: 3 is not one of the classes of the first call$"):
+        fitted.partial_fit(X, y + 1)
+    with pytest.raises(ValueError, match=r"^y: has other classes than the last fit; give the same ones, or set warm"):
+        fitted.fit(X, y + 1)
+    regressor = MRERegressor(**SMALL | {"epochs": 1}).fit(X, X[:, :2])
+    with pytest.raises(ValueError, match=r"^y: has 1 targets per row, the model to continue has 2$"):
+        regressor.partial_fit(X, y)
+    with pytest.raises(ValueError, match=r"^sample_weight: holds -1.0; must be at least 0$"):
+        fitted.fit(X, y, sample_weight=np.where(np.arange(150) == 3, -1, 1))
+
+
+def test_budgets_and_confidence_are_those_of_the_model(classifier, regressor):
+    X = IRIS[0]
+    inputs = torch.from_numpy((X - classifier.mean_) / classifier.scale_).view(-1, 1, 1, X.shape[1])
+    for options in ({"max_experts": 1}, {"confidence": 0.6}, {"confidence": 0.9, "max_experts": 2}):
+        expected = classifier.model_(inputs, **options)
+        probs = classifier.predict_proba(X, **options)
+        np.testing.assert_allclose(probs, expected.logits.detach().softmax(1).numpy())
+        np.testing.assert_array_equal(classifier.predict(X, **options), probs.argmax(1))
+        np.testing.assert_array_equal(classifier.count_experts(X, **options), expected.num_runs.numpy())
+        alone = np.concatenate([classifier.predict_proba(X[[row]], **options) for row in range(0, 150, 30)])
+        np.testing.assert_allclose(alone, probs[::30], atol=1e-12)
+    assert classifier.count_experts(X, confidence=0.6).mean() < classifier.count_experts(X).mean()
+    steps = list(regressor.predict_anytime(DIABETES[0], max_experts=2))
+    np.testing.assert_allclose(regressor.predict(DIABETES[0], max_experts=2), steps[-1])
+    assert regressor.count_experts(DIABETES[0], max_experts=2).max() == 2
+
+
+def test_the_loss_of_a_step_is_that_of_the_library():
+    X, y = IRIS
+    model = rt.build("mre", image_shape=(1, 1, 4), num_classes=3, dim=8, num_layers=2, num_experts=3)
+    inputs, labels = torch.from_numpy(X).float().view(-1, 1, 1, 4)[::5], torch.from_numpy(y)[::5]
+    options = {"anytime_loss": 0.25, "target_experts": 1.0}
+    trainer = TableTrainer(
+        model=model, inputs_fn=lambda rows: inputs[rows], targets=labels, weights=torch.ones(30), repeats=1.0, seed=7,
+        losses_fn=MREClassifier()._losses, batch_size=30, learning_rate=0.1, weight_decay=0.0, **options,
+    )  # fmt: skip
+    objective = Objective(model, TrainConfig(model="mre", **options), named_task("images"))
+    for trainer.step in range(3):
+        own = trainer.loss(torch.arange(30))
+        batch = Batch(inputs, labels, torch.arange(30))
+        torch.testing.assert_close(own, objective(batch, step_seed(7, trainer.step), 30).loss)
 
 
 def test_inputs_and_targets_are_standardised_inside():

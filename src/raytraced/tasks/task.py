@@ -296,10 +296,6 @@ class Task(ABC, Generic[D]):
         """The loss of each target for K answers (K, …) to one batch: (K, B) or (K, B, T)."""
         return torch.stack([self.target_losses(logits, batch, smoothing) for logits in answers])
 
-    def total_loss(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
-        """The loss summed over all targets of a batch."""
-        return self.target_losses(logits, batch, smoothing).sum()
-
     def sample_losses(self, logits: Tensor, batch: Batch) -> Tensor:
         """The loss of each sample (B,), the mean over its targets."""
         losses = self.target_losses(logits, batch)

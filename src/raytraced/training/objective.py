@@ -3,6 +3,7 @@
 Axes: B samples of this process, L layers, N experts per layer.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 from raytraced.errors import require
-from raytraced.models.output import Model
+from raytraced.models.output import Model, Output
 from raytraced.sequence import stop_losses
 from raytraced.tasks.task import Batch, Task
 from raytraced.training.config import TrainConfig
@@ -68,28 +69,20 @@ class Objective(nn.Module):
         # Gradients are averaged over processes: with this factor, sums become the mean over the global batch, also where
         # the processes have different numbers of targets.
         share = self.world_size / num_global
-        # One weight per exit, or for the last answer alone.
-        answers = out.logits[None] if out.exits is None else out.exits
-        earlier = len(answers) - 1
-        last = 1 - config.exit_loss * bool(earlier)
-        weights = [config.exit_loss / max(1, earlier)] * earlier + [last * (1 - config.anytime_loss * len(out.answers))]
-        losses = task.exit_target_losses(answers, batch, config.label_smoothing)
-        sums = losses.flatten(1).sum(1)
-        loss = sums @ sums.new_tensor(weights) * share
-        for early in out.answers:
-            loss = loss + task.total_loss(early.logits, batch, config.label_smoothing) * (
-                last * config.anytime_loss * share
-            )
-        if out.loss is not None:
-            loss = loss + out.loss * (batch.num_targets * share)
         if config.target_experts is not None:
             rule = f"model {config.model!r} has no activation sequence; leave target_experts out"
             require(all(one.rates for one in out.routes), "target_experts", config.target_experts, rule)
-            easier = self.easier(losses[-1].detach(), batch.mask, num_global)
-            stops = (stop_losses(route, easier, config.target_experts) for route in out.routes)
-            loss = loss + STOP_WEIGHT * share * sum(
-                (one if batch.mask is None else one * batch.mask).sum() for one in stops
-            )
+        loss, sums = combine_losses(
+            out,
+            lambda answers: task.exit_target_losses(answers, batch, config.label_smoothing),
+            share=share,
+            num_targets=batch.num_targets,
+            exit_loss=config.exit_loss,
+            anytime_loss=config.anytime_loss,
+            target_experts=config.target_experts,
+            easier_fn=lambda losses: self.easier(losses, batch.mask, num_global),
+            weights=batch.mask,
+        )
         if self.world_size > 1:
             # Experts that no sample of this process chose take part, too: the others would wait for their gradients.
             loss = loss + 0 * sum(parameter.sum() for parameter in self.model.parameters())
@@ -108,8 +101,7 @@ class Objective(nn.Module):
             parts = [own.new_empty(longest) for _ in range(self.world_size)]
             distributed.all_gather(parts, F.pad(own, (0, longest - len(own)), value=float("inf")))
             all_losses = torch.cat(parts)
-        number = torch.searchsorted(all_losses.sort().values, losses.contiguous())
-        return number / max(1, int(num_global) - 1)
+        return share_easier(losses, all_losses, int(num_global))
 
     def predict(self, batch: Batch, seed: int, full: bool = False, **options: Any) -> Answers:
         """Answer a batch, for evaluation: FSDP gathers the weights before it calls this method."""
@@ -129,11 +121,73 @@ class Objective(nn.Module):
             buffer.copy_(buffers[name])
 
     def budgets(self, seed: int) -> tuple[int, ...]:
-        """The budget of this step's additional answer, drawn from PREFIXES; none without anytime_loss.
+        """The budget of this step's additional answer; none without anytime_loss."""
+        return (draw_budget(seed),) if self.config.anytime_loss else ()
 
-        The loss of that answer is an unbiased estimate of the mean over all PREFIXES, at the cost of one.
-        """
-        return (PREFIXES[step_seed(seed, 1) % len(PREFIXES)],) if self.config.anytime_loss else ()
+
+def combine_losses(
+    out: Output,
+    losses_fn: Callable[[Tensor], Tensor],
+    *,
+    share: Tensor | float,
+    num_targets: Tensor | int,
+    exit_loss: float = 0.0,
+    anytime_loss: float = 0.0,
+    target_experts: float | None = None,
+    easier_fn: Callable[[Tensor], Tensor] | None = None,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The loss of a training step from a model's output.
+
+    Args:
+        out: The model's output, with `exits` if there is an `exit_loss` and one of `answers` if there is an `anytime_loss`.
+        losses_fn: K answers (K, B, …) -> the loss of each target, (K, B) or (K, B, T).
+        share: Factor that turns a sum over targets into the mean over the global batch.
+        num_targets: Number of targets of this batch.
+        exit_loss: Share of the loss that is measured at the exits before the last one.
+        anytime_loss: Share of the rest that is measured on the answer of a budget.
+        target_experts: Mean number of experts to steer towards; None: no such loss.
+        easier_fn: With `target_experts`: losses (B,) or (B, T) -> the share of targets that are easier, like them.
+        weights: Factor of each target's losses, like targets; None: 1.
+
+    Returns:
+        The loss, and the sum of the targets' losses for each exit (K,), the last answer's at the end.
+    """
+    # One weight per exit, or for the last answer alone.
+    answers = out.logits[None] if out.exits is None else out.exits
+    earlier = len(answers) - 1
+    last = 1 - exit_loss * bool(earlier)
+    factors = [exit_loss / max(1, earlier)] * earlier + [last * (1 - anytime_loss * len(out.answers))]
+
+    def weighted(losses: Tensor) -> Tensor:
+        return losses if weights is None else losses * weights
+
+    losses = losses_fn(answers)
+    sums = weighted(losses).flatten(1).sum(1)
+    loss = sums @ sums.new_tensor(factors) * share
+    for early in out.answers:
+        loss = loss + weighted(losses_fn(early.logits[None])).sum() * (last * anytime_loss * share)
+    if out.loss is not None:
+        loss = loss + out.loss * (num_targets * share)
+    if target_experts is not None:
+        assert easier_fn is not None
+        easier = easier_fn(losses[-1].detach())
+        stops = [weighted(stop_losses(route, easier, target_experts)).sum() for route in out.routes]
+        loss = loss + STOP_WEIGHT * share * sum(stops)
+    return loss, sums
+
+
+def share_easier(losses: Tensor, all_losses: Tensor, num: int) -> Tensor:
+    """For each loss the share, 0 … 1, of `all_losses` (num,) that are smaller; like `losses`."""
+    return torch.searchsorted(all_losses.sort().values, losses.contiguous()) / max(1, num - 1)
+
+
+def draw_budget(seed: int) -> int:
+    """The budget of a step's additional answer, drawn from PREFIXES.
+
+    The loss of that answer is an unbiased estimate of the mean over all PREFIXES, at the cost of one.
+    """
+    return PREFIXES[step_seed(seed, 1) % len(PREFIXES)]
 
 
 def step_seed(seed: int, step: int) -> int:

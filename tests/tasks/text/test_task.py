@@ -95,7 +95,7 @@ def test_tokens_are_evaluated_by_their_bytes():
     task, logits = TextTask(), torch.zeros(1, 3, 4)
     mask = torch.tensor([[True, True, False]])
     batch = Batch(torch.zeros(1, 3).long(), torch.tensor([[1, 2, 3]]), torch.arange(1), mask, torch.tensor([[2, 3, 9]]))
-    sums = task.sums(logits, batch) | {"loss": task.total_loss(logits, batch)}
+    sums = task.sums(logits, batch) | {"loss": task.target_losses(logits, batch).sum()}
     assert int(sums["bytes"]) == 5
     assert task.means({name: float(value) for name, value in sums.items()}, 2)["bits_per_byte"] == pytest.approx(4 / 5)
     columns = task.columns(logits, batch)
