@@ -4,6 +4,8 @@ BIN := .venv/bin
 CORE := $(addprefix tests/,test_routing.py test_sequence.py test_layer.py test_tokens.py test_sparse.py models/test_classifier.py)
 PLAIN := RAYTRACED_KERNELS=plain $(PY) -m pytest -p no:cacheprovider $(CORE)
 KERNELS := tests/kernels/test_sequence_triton.py
+# a hard limit, beside that of every test; four times what the tests take on two cores
+LIMIT := $(if $(shell command -v timeout),timeout --foreground --verbose --kill-after=30 1200)
 
 .PHONY: demo test test-whole lint lint-and-plain test-slow test-sanitizers test-data test-triton test-gpu test-mutants bench reproduce guard screenshots reference notebooks docs wheels test-packages clean
 
@@ -15,7 +17,7 @@ test: .venv/ready
 	@$(MAKE) --no-print-directory -j2 test-whole lint-and-plain
 
 test-whole:
-	$(PY) -m pytest -n 2 --dist worksteal
+	$(LIMIT) $(PY) -m pytest -n 2 --dist worksteal
 
 lint-and-plain: lint
 	@$(PLAIN) > .venv/plain.log 2>&1 || failed=1; \

@@ -1,5 +1,9 @@
-"""Real processes, of which none has to import PyTorch: each is forked from a server that has done that, and nothing else."""
+"""Real processes, of which none has to import PyTorch: each is forked from a server that has done that, and nothing else.
 
+No process outlives the one that runs the tests, however that ends: one that waits for it would do so without end.
+"""
+
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -26,6 +30,17 @@ SERVER = ("_forkserver_address", "_forkserver_authkey")
 METHOD = next(name for name in ("forkserver", "spawn") if name in multiprocessing.get_all_start_methods())
 context = multiprocessing.get_context(METHOD)
 context.set_forkserver_preload(list(IMPORTED))
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+END_WITH_PARENT = f"""
+import ctypes, os, sys
+sys.platform == "linux" and ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {signal.SIGKILL:d})
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def with_parent(command):
+    """A command of Python, of which the process is killed when the one that starts it ends (on Linux)."""
+    return [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, *map(str, command)]
 
 
 class Forked:
@@ -56,10 +71,11 @@ class Forked:
     def communicate(self, timeout=120):
         """All that it prints, to its end; past its time it is killed."""
         late = threading.Timer(timeout, self.kill)
+        late.daemon = True
         late.start()
         with self.stdout:
             printed = self.stdout.read()
-        self.wait()
+        self.wait(timeout)
         late.cancel()
         return printed, None
 
@@ -81,6 +97,8 @@ def the_server():
 
 def begin(folder, environment, output, server, target, args):
     """The first thing that such a process does: be where, and print to where, it shall; it may have children."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # its parent is the server, which ends with the tests
     multiprocessing.current_process()._config["daemon"] = False
     if server:
         vars(forkserver._forkserver).update(server, ensure_running=lambda: None)

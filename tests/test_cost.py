@@ -223,7 +223,7 @@ def test_the_table_of_models_has_all_models(capsys):
 
 def test_the_command_models_is_imported_without_torch():
     code = "import sys; import raytraced.cli.models; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 
 def test_padding_costs_nothing_and_changes_no_other_cost():

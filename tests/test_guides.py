@@ -37,8 +37,8 @@ pytestmark = pytest.mark.slow
 def clone(tmp_path_factory) -> Path:
     """A fresh clone in which `make demo` has run."""
     folder = tmp_path_factory.mktemp("new-user") / "raytraced"
-    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
-    subprocess.run([sys.executable, "-m", "venv", str(folder / ".venv")], check=True)
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True, timeout=1500)
+    subprocess.run([sys.executable, "-m", "venv", str(folder / ".venv")], check=True, timeout=1500)
     (packages,) = (folder / ".venv/lib").glob("python*/site-packages")
     (packages / "borrowed.pth").write_text("\n".join(site.getsitepackages()) + "\n")
     run("make demo", folder)
@@ -48,7 +48,9 @@ def clone(tmp_path_factory) -> Path:
 def run(script: str, folder: Path) -> str:
     """Run a shell script; what it printed is shown if it fails."""
     known = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAYTRACED_KERNELS")}
-    result = subprocess.run(["bash", "-e", "-c", script], cwd=folder, env=known, capture_output=True, text=True)
+    result = subprocess.run(
+        ["bash", "-e", "-c", script], cwd=folder, env=known, capture_output=True, text=True, timeout=1500
+    )
     assert result.returncode == 0, f"{script}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
     return result.stdout
 

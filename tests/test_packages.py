@@ -38,7 +38,12 @@ def run(*words: object, folder: Path = ROOT, **environment: str) -> str:
     """The output of a command that must succeed, away from this process's own packages."""
     given = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "RAYTRACED"))}
     found = subprocess.run(
-        [str(word) for word in words], cwd=folder, env={**given, **environment}, capture_output=True, text=True
+        [str(word) for word in words],
+        cwd=folder,
+        env={**given, **environment},
+        capture_output=True,
+        text=True,
+        timeout=1500,
     )
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
     return found.stdout + found.stderr

@@ -227,7 +227,7 @@ for way in ("dense", "sparse"):
     assert layer.experts.weights[0].grad.ne(0).any()
 """
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
 
 

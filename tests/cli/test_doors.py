@@ -15,7 +15,7 @@ import yaml
 from PIL import Image
 
 import raytraced as rt
-from forked import Forked, command
+from forked import Forked, command, with_parent
 from raytraced.__main__ import main
 from raytraced.training.run_folder import RunFolder
 
@@ -79,7 +79,7 @@ with RunFolder(Path({str(trained)!r})).writing():
     print("held", flush=True)
     time.sleep(60)
 """
-    holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(with_parent([sys.executable, "-c", program]), stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"
         output = trained.parent
@@ -224,7 +224,7 @@ def test_a_picture_of_curves_is_not_overwritten(trained, tmp_path, monkeypatch, 
 
 def test_the_command_ends_quietly_while_it_is_being_imported():
     process = subprocess.Popen(
-        [sys.executable, "-X", "importtime", "-m", "raytraced", "--help"],
+        with_parent([sys.executable, "-X", "importtime", "-m", "raytraced", "--help"]),
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -233,7 +233,7 @@ def test_the_command_ends_quietly_while_it_is_being_imported():
         if "jsonargparse" in line:
             break
     process.send_signal(signal.SIGINT)
-    printed = process.communicate()[1]
+    printed = process.communicate(timeout=60)[1]
     assert process.returncode in (0, 130)
     assert "Traceback" not in printed
 
@@ -291,7 +291,7 @@ def test_ctrl_c_meets_no_import_but_ours():
     script = "import sys; sys.path.insert(0, sys.argv[1]); import raytraced.__main__; print('typing' in sys.modules)"
     source = str(Path(rt.__file__).parents[1])
     printed = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", script, source], capture_output=True, text=True, check=True
+        [sys.executable, "-I", "-S", "-c", script, source], capture_output=True, text=True, check=True, timeout=60
     )
     assert printed.stdout == "False\n"
 

@@ -73,7 +73,12 @@ json.dump(found, sys.stdout)
 
 def answers_of_a_fresh_process(cases, folder):
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], input=json.dumps(cases), capture_output=True, text=True, cwd=folder
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     return dict(zip(map(tuple, cases), json.loads(done.stdout), strict=True))
@@ -99,7 +104,7 @@ def test_help_version_and_tables_never_load_torch(tmp_path):
 
 def test_no_command_loads_torch_to_be_parsed():
     program = "import sys; from raytraced.cli.main import *; [c.function for c in COMMANDS.values()]; "
-    subprocess.run([sys.executable, "-c", program + "sys.exit('torch' in sys.modules)"], check=True)
+    subprocess.run([sys.executable, "-c", program + "sys.exit('torch' in sys.modules)"], check=True, timeout=100)
 
 
 def printed(capsys, *words: str) -> str:

@@ -76,7 +76,12 @@ def test_redirected_table_keeps_whole_names(finished, images, tmp_path):
     words = ["predict", str(finished.path), str(tmp_path / name)]
     environment = {**os.environ, "COLUMNS": "80"}
     done = subprocess.run(
-        [sys.executable, "-m", "raytraced", *words], capture_output=True, text=True, env=environment, check=True
+        [sys.executable, "-m", "raytraced", *words],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+        timeout=100,
     )
     assert str(tmp_path / name) in done.stdout
 

@@ -118,7 +118,11 @@ def test_model_that_cannot_be_compiled_is_one_line_and_makes_no_run(options, tmp
     words = ["train", *options, "--runs-dir", str(tmp_path / "runs"), "--compile", "true"]
     nowhere = {"PATH": str(tmp_path), "CXX": str(tmp_path / "g++"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run(
-        [sys.executable, "-m", "raytraced.cli.main", *words], capture_output=True, text=True, env=os.environ | nowhere
+        [sys.executable, "-m", "raytraced.cli.main", *words],
+        capture_output=True,
+        text=True,
+        env=os.environ | nowhere,
+        timeout=100,
     )
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1, done.stderr

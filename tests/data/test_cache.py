@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from data.originals import ARRAYS, FILES, assert_same, tiny_set
+from forked import with_parent
 from raytraced.data import cache
 from raytraced.data.cache import cache_root, entry_folder, obtain, read_entry
 
@@ -26,7 +27,7 @@ print(sum(int(array.sum(dtype=int)) for array in arrays.values()))
 
 def start(public_set, root, **options):
     """Another process that obtains the set and prints the sum of all its bytes."""
-    command = [sys.executable, "-c", OBTAIN, pickle.dumps(public_set).hex(), str(root)]
+    command = with_parent([sys.executable, "-c", OBTAIN, pickle.dumps(public_set).hex(), str(root)])
     tests = str(Path(__file__).parents[1])  # where the set's `decode` is imported from
     path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
     options |= {"env": os.environ | {"PYTHONPATH": path}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -27,7 +27,7 @@ def tiny_catalog(server, monkeypatch):
 
 def test_commands_are_imported_without_torch_and_numpy():
     code = "import sys, raytraced.cli.data; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0
 
 
 def test_list_shows_what_is_cached(tiny_catalog, tmp_path, capsys):

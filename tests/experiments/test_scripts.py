@@ -29,7 +29,7 @@ def test_a_script_describes_itself_and_its_options(name, monkeypatch, capsys):
 
 def test_a_mistake_ends_a_process_with_one_line_and_code_2():
     command = [sys.executable, "-m", "experiments.benchmark", "--only", "nothing"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert line.startswith(

@@ -30,7 +30,9 @@ def run_engine(model: Model, inputs: Tensor, options: list[dict[str, Any]], fold
     }
     (folder / "case.json").write_text(json.dumps(case))
     runner = Path(__file__).parent / "run_engine.js"
-    done = subprocess.run([NODE, runner, ENGINE, folder / "case.json"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [NODE, runner, ENGINE, folder / "case.json"], capture_output=True, text=True, check=False, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     results: list[Any] = json.loads(done.stdout)
     return results

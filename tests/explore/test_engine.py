@@ -93,7 +93,7 @@ def test_random_numbers_are_uniform_and_independent():
         for (let seed = 0; seed < 400; seed++) for (let step = 0; step < 20; step++) rows.push(uniform(seed, step));
         console.log(JSON.stringify(rows));
     """
-    printed = subprocess.run([NODE, "-e", script], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run([NODE, "-e", script], capture_output=True, text=True, check=True, timeout=100).stdout
     numbers = torch.tensor(json.loads(printed), dtype=torch.float64).view(400, 20)
     assert numbers.min() > 0
     assert numbers.max() < 1
@@ -190,7 +190,7 @@ def test_bytes_of_every_length_are_unpacked():
         const {{ inflate }} = require({str(ENGINE)!r}), texts = {json.dumps([deflated(each) for each in contents])};
         Promise.all(texts.map(inflate)).then((all) => console.log(JSON.stringify(all.map((bytes) => [...bytes]))));
     """
-    printed = subprocess.run([NODE, "-e", script], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run([NODE, "-e", script], capture_output=True, text=True, check=True, timeout=100).stdout
     assert json.loads(printed) == [list(each) for each in contents]
     assert {len(deflated(each)) % 5 for each in contents} == {0, 2, 3, 4}
 

@@ -228,6 +228,7 @@ def run_program(program, **environment):
         capture_output=True,
         text=True,
         check=True,
+        timeout=100,
     )
     *answers, nodes = finished.stdout.strip().split("|")
     args, options = case()

@@ -256,5 +256,5 @@ def test_names_can_be_checked_without_torch():
     code = (
         "import sys; from raytraced.models.registry import find_model as f; f('mre'); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
     assert find_model("mre") == ("", MODELS["mre"])

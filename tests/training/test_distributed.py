@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from forked import Forked, command, run_together
+from forked import Forked, command, run_together, with_parent
 from raytraced.training.config import write_config
 from raytraced.training.loop import train
 from raytraced.training.run_folder import RunFolder, create_run_folder
@@ -25,7 +25,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nn
 
 def torchrun(num_processes: int, *words: str) -> str:
     command = [*TORCHRUN, f"--nproc-per-node={num_processes}", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(with_parent(command), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

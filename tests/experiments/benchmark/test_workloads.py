@@ -74,7 +74,7 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
 
 def test_the_command_does_not_import_torch_before_it_measures():
     code = "import sys, experiments.benchmark.command; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0
 
 
 def test_every_workload_of_the_table_has_its_function():

@@ -99,4 +99,4 @@ def test_the_command_is_described_and_workers_start_without_torch():
     slow = "{'torch', 'numpy', 'matplotlib'}"
     for module in ("command", "run"):
         code = f"import sys, experiments.reproduce.{module}; sys.exit(len({slow} & set(sys.modules)))"
-        assert subprocess.run([sys.executable, "-c", code]).returncode == 0, module
+        assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0, module
