@@ -243,9 +243,13 @@ def test_a_client_that_does_not_read_is_disconnected(start, tmp_path):
         wait_until(lambda: server.connections.open)
         (connection,) = server.connections.open
         largest = 0
-        while server.connections.open:
+
+        def is_closed() -> bool:
+            nonlocal largest
             largest = max(largest, connection.transport.get_write_buffer_size())
-            time.sleep(0.001)
+            return not server.connections.open
+
+        wait_until(is_closed)
     assert 0 < largest < 500_000
 
 
