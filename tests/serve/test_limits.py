@@ -1,11 +1,13 @@
 """Requests and connections that would occupy the server end at a limit, and other clients are answered meanwhile."""
 
 import asyncio
+import json
 import os
 import resource
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from uvicorn.server import ServerState
 from experiments.server.process import ServerProcess
 from raytraced.serve.app import Server
 from raytraced.serve.connections import BACKLOG, RESERVED_FILES, Connections
+from raytraced.serve.engine import LARGE_BODY
 from raytraced.serve.limits import Limits
 from serve.conftest import in_base64, png, running, some_images
 
@@ -162,6 +165,51 @@ def test_a_body_has_a_time_limit(start):
         answer = received(connection)
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"must arrive within 0.2 seconds" in answer
+
+
+def test_a_large_json_body_is_parsed_in_another_process(start):
+    """Two megabytes of numbers would stop all answers for a fraction of a second."""
+    server, address = start(decode_seconds=60.0)
+    images = some_images((1, 8, 8), 200)[:, 0]
+    body = {"images": images.tolist(), "max_experts": 2}
+    assert len(json.dumps(body)) < LARGE_BODY
+    expected = httpx.post(f"{address}/api/predict", json=body).json()
+    (decoder,) = server.engine.decoders.all
+    os.kill(decoder.process.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        text = json.dumps(body, indent=8)  # the same values, and spaces
+        assert len(text) > LARGE_BODY
+        headers = {"content-type": "application/json"}
+        large = pool.submit(httpx.post, f"{address}/api/predict", content=text, headers=headers, timeout=60)
+        wait_until(lambda: server.traffic.in_progress == 1)
+        assert httpx.get(f"{address}/healthz").json()["in_progress"] == 1
+        assert not large.done()
+        os.kill(decoder.process.pid, signal.SIGCONT)
+        assert large.result().json() == expected
+
+
+LONG = " " * 70_000
+
+
+@pytest.mark.parametrize(
+    ("body", "rule", "message"),
+    [
+        ('{"image": [[1, 2' + LONG, "json_invalid", "body: must be JSON ("),
+        ("[" * 70_000, "json_invalid", "body: must be JSON ("),
+        ('{"image": [' + "{}, " * 300_000 + "{}]}", "values", "body: has more than 300,000 values besides images"),
+        (str([1] * 70_000), "json_invalid", "body: must be a JSON object"),
+        (json.dumps({"image": [[1] * 300] * 300}), "image", "image: has shape (300, 300), must be (1, 8, 8) (chan"),
+        (json.dumps({"image": [[-1] * 200] * 200}), "image", "image: has shape (200, 200), must be (1, 8, 8) (chan"),
+        (json.dumps({"images": [[[1] * 8] * 8] * 3000}), "too_long", "images=[array([[1, 1, 1, 1, 1, 1, 1, 1], [1, 1,"),
+        (json.dumps({"images": [[[1] * 9] * 9] * 200, "seed": 1}) + LONG, "image", "images[0]: has shape (9, 9)"),
+        (json.dumps({"max_experts": [[1] * 8] * 8, "image": FILE}) + LONG, "int_type", "max_experts=array("),
+        ('{"image": [' + "NaN," * 20_000 + "1]}", "image", "image: has shape (20001,)"),
+    ],
+)
+def test_a_large_body_is_refused_as_a_small_one_would_be(client, body, rule, message):
+    response = client.post("/api/predict", content=body, headers={"content-type": "application/json"})
+    assert refusal(response) == (422, rule)
+    assert response.json()["error"]["message"].startswith(message)
 
 
 # Connections

@@ -89,6 +89,7 @@ class Server:
                 Exception: refuse_failed,
             },
         )
+        self.api.router.route_class = self.engine.route_class()
         self.add_paths()
         self.api.openapi = self.describe_api  # type: ignore[method-assign]  # FastAPI's way to change the document
         Completions(self.engine).add_paths(self.api)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from time import time
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 import torch
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
@@ -224,6 +225,8 @@ def describe_model(served: Served) -> dict[str, Any]:
 
 def read_prompts(prompt: Any, served: Served) -> list[tuple[str, Tensor]]:
     """The prompts of a request: their texts, and their tokens (1, T)."""
+    if isinstance(prompt, np.ndarray):  # tokens below 256 of a large body
+        prompt = prompt.tolist()
     is_list = isinstance(prompt, list)
     is_tokens = is_list and bool(prompt) and all(is_whole_number(one) for one in prompt)
     prompts = [prompt] if is_tokens or not is_list else prompt
@@ -240,6 +243,8 @@ def read_prompt(name: str, prompt: Any, served: Served) -> tuple[str, Tensor]:
         if len(prompt) > MAX_CHARACTERS:
             raise RefusedError(422, "prompt", f"{name}: must be at most {MAX_CHARACTERS:,} characters")
         return prompt, torch.tensor([encode_text(name, prompt, served)])
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
     num, context = len(served.codec.bytes_of), served.codec.model.context
     if not isinstance(prompt, list) or not all(is_whole_number(one) and 0 <= one < num for one in prompt):
         rule = f"must be a text, or whole numbers in 0 … {num - 1}, the vocabulary"

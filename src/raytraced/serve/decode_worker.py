@@ -1,4 +1,4 @@
-"""A process that decodes image files for the server: `python -m raytraced.serve.decode_worker`, spoken to over a socket.
+"""A process that decodes image files and large JSON bodies: `python -m raytraced.serve.decode_worker`, over a socket.
 
 It imports neither torch nor the server, so that it starts quickly and can be ended at any moment without a loss. A message
 is the length of a JSON header (4 bytes), the header, and the contents it announces.
@@ -28,11 +28,13 @@ from raytraced.tasks.images.image_file import read_image
 
 FILE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 START_OF_SCAN = b"\xff\xda"
+FEWEST_PIXELS = 32  # shorter lists of numbers stay as they are
+MAX_VALUES = 300_000  # of a body, each image counted as one
 PARENT_SECONDS = 1.0  # how often an idle process checks whether the server still exists
 
 
-class ImageError(ValueError):
-    """An image file that is refused: the rule that it breaks, and why."""
+class ContentError(ValueError):
+    """An image file or a body that is refused: the rule that it breaks, and why."""
 
     def __init__(self, rule: str, message: str) -> None:
         super().__init__(message)
@@ -48,20 +50,20 @@ def decode(files: dict[str, bytes], options: dict[str, Any]) -> list[NDArray[np.
     total = sum(num_pixels(name, content) for name, content in contents.items())
     if total > options["pixels"]:
         rule = f"have more than {options['pixels']:,} pixels in all; send smaller files, or fewer"
-        raise ImageError("pixels", f"images: {rule}")
+        raise ContentError("pixels", f"images: {rule}")
     for name, content in contents.items():
         # JPEG data never contains the marker's two bytes, so that every scan is counted
         num = content.count(START_OF_SCAN) if content.startswith(b"\xff\xd8") else 0
         if num > options["scans"]:
             limit = f"must be at most {options['scans']}; save it as a baseline JPEG"
-            raise ImageError("scans", f"{name}: is a JPEG file of {num:,} scans, {limit}")
+            raise ContentError("scans", f"{name}: is a JPEG file of {num:,} scans, {limit}")
     C, H, W = options["shape"]
     arrays = []
     for name, content in contents.items():
         try:
             arrays.append(read_image(io.BytesIO(content), height=H, width=W, colour=C > 1))
         except ValueError as error:  # its message begins with the file, which has no name in memory
-            raise ImageError("image", f"{name}: {str(error).partition(': ')[2]}") from None
+            raise ContentError("image", f"{name}: {str(error).partition(': ')[2]}") from None
     return arrays
 
 
@@ -70,7 +72,7 @@ def decode_base64(name: str, content: bytes) -> bytes:
     try:
         return base64.b64decode(content, validate=True)
     except ValueError:
-        raise ImageError("image", f"{name}: must be an image file in base64, or lists of pixels") from None
+        raise ContentError("image", f"{name}: must be an image file in base64, or lists of pixels") from None
 
 
 def num_pixels(name: str, content: bytes) -> float:
@@ -84,18 +86,85 @@ def num_pixels(name: str, content: bytes) -> float:
         return inf
     except Exception:  # a damaged file can fail in any way, in any of Pillow's decoders
         rule = f"must be a {', '.join(FILE_FORMATS[:-1])} or {FILE_FORMATS[-1]} file that Pillow can read"
-        raise ImageError("image", f"{name}: {rule}") from None
+        raise ContentError("image", f"{name}: {rule}") from None
+
+
+class CompactBody:
+    """A JSON body whose images, as nested lists of numbers, are taken out: what remains is read quickly.
+
+    Args:
+        text: The body.
+    """
+
+    def __init__(self, text: bytes) -> None:
+        self.places: list[tuple[list[str | int], tuple[int, ...]]] = []
+        self.pixels: list[bytes] = []
+        self.num_values = 0
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            raise ContentError("json_invalid", "body: must be a JSON object")
+        self.text = json.dumps(self.reduce(value, []))
+
+    def reduce(self, value: Any, path: list[str | int]) -> Any:
+        """The same value, with None in the place of each image."""
+        self.num_values += 1
+        if self.num_values > MAX_VALUES:
+            raise ContentError(
+                "values", f"body: has more than {MAX_VALUES:,} values besides images; send less at a time"
+            )
+        if isinstance(value, dict):
+            return {name: self.reduce(one, [*path, name]) for name, one in value.items()}
+        if not isinstance(value, list):
+            return value
+        pixels = as_pixels(value)
+        if pixels is None:
+            return [self.reduce(one, [*path, number]) for number, one in enumerate(value)]
+        self.places.append((path, pixels.shape))
+        self.pixels.append(pixels.tobytes())
+        return None
+
+
+def as_pixels(rows: list[Any]) -> NDArray[np.uint8] | None:
+    """Nested lists of whole numbers in 0 … 255, at least some, as an array; None for anything else."""
+    flat: list[Any] = rows
+    shape = [len(rows)]
+    while flat and all(isinstance(one, list) for one in flat):
+        if len({len(one) for one in flat}) != 1 or len(shape) == 4:
+            return None
+        shape.append(len(flat[0]))
+        flat = [one for row in flat for one in row]
+    if len(flat) < FEWEST_PIXELS or set(map(type, flat)) != {int} or min(flat) < 0 or max(flat) > 255:
+        return None
+    return np.array(flat, dtype=np.uint8).reshape(shape)
+
+
+def parse_json(content: bytes) -> tuple[dict[str, Any], bytes]:
+    """The reply to a JSON body: places and shapes of images in the header, then the rest as JSON, then all pixels."""
+    try:
+        body = CompactBody(content)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ContentError):
+            raise
+        raise ContentError("json_invalid", f"body: must be JSON ({str(error)[:60]})") from None
+    text = body.text.encode()
+    reply = b"".join((text, *body.pixels))
+    return {"images": body.places, "length": len(text), "size": len(reply)}, reply
 
 
 def answer_message(header: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
-    """The reply to one message: a header, and the pixels of all images."""
+    """The reply to one message: a header, and the pixels of all images or what a JSON body holds."""
+    try:
+        return parse_json(content) if header.get("json") else decode_files(header, content)
+    except ContentError as error:
+        return {"rule": error.rule, "message": str(error), "size": 0}, b""
+
+
+def decode_files(header: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
+    """The reply to image files: the pixels of all of them."""
     files, start = {}, 0
     for name, size in header["files"]:
         files[name], start = content[start : start + size], start + size
-    try:
-        pixels = b"".join(array.tobytes() for array in decode(files, header["options"]))
-    except ImageError as error:
-        return {"rule": error.rule, "message": str(error), "size": 0}, b""
+    pixels = b"".join(array.tobytes() for array in decode(files, header["options"]))
     return {"size": len(pixels)}, pixels
 
 

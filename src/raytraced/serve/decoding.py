@@ -1,4 +1,4 @@
-"""Image files -> pixels, in processes of their own that are ended when a file takes too long.
+"""Image files and large JSON bodies -> pixels and fields, in processes of their own that are ended when they take too long.
 
 Decoding in the server's own process would stop all answers for as long as it takes, and no thread can be ended.
 
@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -114,11 +115,22 @@ class Decoders:
         """
         options = {"base64": base64, "shape": shape, "pixels": self.limits.pixels, "scans": self.limits.scans}
         header = {"files": [(name, len(content)) for name, content in files.items()], "options": options}
-        reply, pixels = await self.ask(pack_message(header, *files.values()))
-        if "rule" in reply:
-            raise RefusedError(422, reply["rule"], reply["message"])
+        _, pixels = await self.ask(pack_message(header, *files.values()))
         arrays = np.frombuffer(bytearray(pixels), dtype=np.uint8).reshape(-1, 1, *shape)
         return list(torch.from_numpy(arrays))
+
+    async def parse_json(self, body: bytes) -> Any:
+        """The value of a JSON body; nested lists of pixels become arrays of uint8."""
+        reply, content = await self.ask(pack_message({"files": [("body", len(body))], "json": True}, body))
+        value, start = json.loads(content[: reply["length"]]), reply["length"]
+        for path, shape in reply["images"]:
+            pixels = np.frombuffer(content, dtype=np.uint8, count=prod(shape), offset=start).reshape(shape)
+            start += pixels.size
+            holder = value
+            for key in path[:-1]:
+                holder = holder[key]
+            holder[path[-1]] = pixels
+        return value
 
     async def ask(self, message: bytes) -> tuple[dict[str, Any], bytes]:
         """The reply of an idle process; one that is late, or ends by itself, is replaced."""
@@ -129,12 +141,14 @@ class Decoders:
             async with asyncio.timeout(self.limits.decode_seconds):
                 reply = await process.ask(message)
             finished = True
+            if "rule" in reply[0]:
+                raise RefusedError(422, reply[0]["rule"], reply[0]["message"])
             return reply
         except TimeoutError:
             rule = f"must take at most {self.limits.decode_seconds:g} seconds; send smaller or simpler files"
-            raise RefusedError(422, "decode_seconds", f"images: take too long to decode, {rule}") from None
+            raise RefusedError(422, "decode_seconds", f"body: takes too long to decode, {rule}") from None
         except (EOFError, ConnectionError):
-            raise RefusedError(422, "image", "images: the decoder ended on these files; send other files") from None
+            raise RefusedError(422, "image", "body: the decoder ended on these files; send other files") from None
         finally:
             if finished:
                 self.idle.put_nowait(process)

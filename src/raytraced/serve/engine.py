@@ -2,10 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from time import perf_counter
 from typing import Any
 
+from fastapi import Request
+from fastapi.routing import APIRoute
 from starlette.responses import Response
 from torch import Tensor
 
@@ -21,6 +23,7 @@ from raytraced.serve.middleware import Traffic
 from raytraced.serve.models import Served
 from raytraced.serve.schemas import ClassifyOptions, RequestBody
 
+LARGE_BODY = 65_536  # bytes
 EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store"}
 
 
@@ -93,6 +96,29 @@ class Engine:
         finally:
             for query in numbers:
                 query.cancelled = True
+
+    async def parse_json(self, body: bytes) -> Any:
+        """The value of a JSON body; a large one is parsed in another process, since it would stop all answers meanwhile."""
+        return await self.decoders.parse_json(body) if len(body) > LARGE_BODY else json.loads(body)
+
+    def route_class(self) -> type[APIRoute]:
+        """FastAPI's routes, whose requests parse their bodies by `parse_json`."""
+        parse = self.parse_json
+
+        class ParsingRequest(Request):
+            async def json(self) -> Any:
+                return await parse(await self.body())
+
+        class ParsingRoute(APIRoute):
+            def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+                handler = super().get_route_handler()
+
+                async def handle(request: Request) -> Response:
+                    return await handler(ParsingRequest(request.scope, request.receive))
+
+                return handle
+
+        return ParsingRoute
 
     def classify_options(self, body: ClassifyOptions, served: Served, **more: Any) -> dict[str, Any]:
         """The options of `answers` that a request stands for."""

@@ -5,15 +5,14 @@ Tensors come and go as JSON or, as Triton's clients prefer, as bytes behind the 
 Legend: n images, C channels, H and W height and width, Y classes.
 """
 
-import json
 from math import prod
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from fastapi import FastAPI, Request
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WrapValidator
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 from torch import Tensor
@@ -25,7 +24,7 @@ from raytraced.serve.errors import check_fields
 from raytraced.serve.inputs import choose_model, is_whole_number
 from raytraced.serve.limits import RefusedError, shorten
 from raytraced.serve.models import Served
-from raytraced.serve.schemas import MAX_IMAGES, ClassifyOptions
+from raytraced.serve.schemas import MAX_IMAGES, ClassifyOptions, accept_array
 
 REFERENCE = "#/components/schemas/{model}"
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -41,7 +40,9 @@ class TensorInput(BaseModel):
     name: str = Field(max_length=100)
     datatype: str = Field(max_length=10)
     shape: list[int] = Field(min_length=1, max_length=8)
-    data: list[Any] | None = Field(None, description="None where the data is behind the JSON")
+    data: Annotated[list[Any] | None, WrapValidator(accept_array)] = Field(
+        None, description="None where the data is behind the JSON"
+    )
     parameters: dict[str, Any] = {}
 
 
@@ -125,7 +126,7 @@ class InferenceProtocol:
         return json_response(about | {"inputs": inputs, "outputs": outputs})
 
     async def infer(self, request: Request, name: str) -> Response:
-        body, binary = split_body(await request.body(), request.headers.get(HEADER_LENGTH))
+        body, binary = await self.split_body(await request.body(), request.headers.get(HEADER_LENGTH))
         served = choose_model(name, False, self.engine.models)
         parameters = {key: value for key, value in body.parameters.items() if key not in IGNORED_PARAMETERS}
         options = self.engine.classify_options(check_fields(ClassifyOptions, parameters), served)
@@ -135,22 +136,21 @@ class InferenceProtocol:
             answers[number] = answer
         return write_response(body, served, [answers[number] for number in range(len(images))])
 
-
-def split_body(body: bytes, header_length: str | None) -> tuple[InferRequest, bytes]:
-    """The JSON of a body, and the bytes behind it."""
-    length = len(body)
-    if header_length is not None:
-        if not header_length.isdigit() or int(header_length[:20]) > len(body):
-            rule = f"must be a whole number, at most {len(body)}, the length of the body"
-            raise RefusedError(422, "header", f"{HEADER_LENGTH}={shorten(header_length)}: {rule}")
-        length = int(header_length)
-    try:
-        fields = json.loads(body[:length])
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(422, "json_invalid", f"body: must be JSON ({shorten(str(error))})") from None
-    if not isinstance(fields, dict):
-        raise RefusedError(422, "json_invalid", f"body={shorten(fields)}: must be a JSON object")
-    return check_fields(InferRequest, fields), body[length:]
+    async def split_body(self, body: bytes, header_length: str | None) -> tuple[InferRequest, bytes]:
+        """The JSON of a body, and the bytes behind it."""
+        length = len(body)
+        if header_length is not None:
+            if not header_length.isdigit() or int(header_length[:20]) > len(body):
+                rule = f"must be a whole number, at most {len(body)}, the length of the body"
+                raise RefusedError(422, "header", f"{HEADER_LENGTH}={shorten(header_length)}: {rule}")
+            length = int(header_length)
+        try:
+            fields = await self.engine.parse_json(body[:length])
+        except (ValueError, RecursionError) as error:
+            raise RefusedError(422, "json_invalid", f"body: must be JSON ({shorten(str(error))})") from None
+        if not isinstance(fields, dict):
+            raise RefusedError(422, "json_invalid", f"body={shorten(fields)}: must be a JSON object")
+        return check_fields(InferRequest, fields), body[length:]
 
 
 def read_tensor(given: TensorInput, binary: bytes, served: Served) -> Tensor:
@@ -168,6 +168,11 @@ def read_tensor(given: TensorInput, binary: bytes, served: Served) -> Tensor:
             rule = f"must be data, or binary_data_size={prod(shape)} and as many bytes behind the JSON"
             raise RefusedError(422, "data", f"inputs[0]: has {len(binary):,} bytes, {rule}")
         return torch.frombuffer(bytearray(binary), dtype=torch.uint8).reshape(shape)
+    if isinstance(given.data, np.ndarray):
+        if given.data.size != prod(shape):
+            rule = f"must be {prod(shape):,} whole numbers in 0 … 255"
+            raise RefusedError(422, "data", f"inputs[0].data: has {given.data.size:,} values, {rule}")
+        return torch.from_numpy(given.data.reshape(shape).copy())
     flat = given.data
     while flat and isinstance(flat[0], list):
         flat = [one for row in flat for one in (row if isinstance(row, list) else [row])]

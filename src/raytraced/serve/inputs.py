@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from raytraced.errors import did_you_mean
@@ -59,12 +60,14 @@ async def read_images(images: dict[str, Any], served: Served, decoders: Decoders
     ]
 
 
-def read_pixels(name: str, rows: list[Any], shape: tuple[int, int, int]) -> Tensor:
-    """Nested lists of the model's size -> uint8 (1, C, H, W)."""
+def read_pixels(name: str, rows: list[Any] | NDArray[np.uint8], shape: tuple[int, int, int]) -> Tensor:
+    """Nested lists of the model's size, or the array of a large body -> uint8 (1, C, H, W)."""
     expected = f"{shape} (channels, height, width)" + (f" or {shape[1:]}" if shape[0] == 1 else "")
-    found = nested_shape(rows)
+    found = rows.shape if isinstance(rows, np.ndarray) else nested_shape(rows)
     if found not in (shape, shape[1:] if shape[0] == 1 else shape):
         raise RefusedError(422, "image", f"{name}: has shape {found}, must be {expected}")
+    if isinstance(rows, np.ndarray):
+        return torch.from_numpy(rows.reshape(1, *shape).copy())
     flat = rows
     for _ in found[1:]:
         flat = [one for row in flat for one in row]

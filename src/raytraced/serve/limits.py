@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from starlette.exceptions import HTTPException
+from fastapi.exceptions import HTTPException
 
 CLOSE = {"Connection": "close"}  # the rest of an unread body would have to be received otherwise
 HEADERS = (
@@ -64,5 +64,5 @@ class RefusedError(HTTPException):
 
 def shorten(value: object) -> str:
     """The beginning of a value, for a message."""
-    text = value if isinstance(value, str) else repr(value)
+    text = value if isinstance(value, str) else " ".join(repr(value).split())  # arrays take several lines
     return text if len(text) <= 60 else f"{text[:57]}…"

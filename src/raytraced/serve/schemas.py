@@ -2,8 +2,18 @@
 
 from typing import Annotated, Any, Literal, Self
 
+import numpy as np
 from fastapi import UploadFile
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+    model_validator,
+)
 
 MAX_IMAGES = 256
 MAX_CHARACTERS = 65_536
@@ -14,9 +24,22 @@ PIXELS = {"type": "array", "items": {"type": "array", "items": {"anyOf": [
     {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 255}},
 ]}}}  # fmt: skip
 FILE = {"type": "string", "contentEncoding": "base64"}
+
+
+def accept_array(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """The pixels of a large body are arrays already."""
+    return value if isinstance(value, np.ndarray) else check(value)
+
+
+def split_array(value: Any) -> Any:
+    """Images of a large body that have one size are one array."""
+    return list(value) if isinstance(value, np.ndarray) else value
+
+
 # Which numbers of rows and columns fit is known only when the model is: inputs.py checks them.
 ImageData = Annotated[
     str | list[Any],
+    WrapValidator(accept_array),
     WithJsonSchema({"anyOf": [FILE, PIXELS]}),
     Field(description="a PNG, JPEG, WebP or GIF file in base64, or the pixels of an image of the model's size"),
 ]
@@ -70,7 +93,9 @@ class PredictRequest(StreamRequest):
 
     model_config = ConfigDict(json_schema_extra=exactly_one_of("image", "images", "text"))
 
-    images: list[ImageData] | None = Field(None, min_length=1, max_length=MAX_IMAGES)
+    images: Annotated[list[ImageData] | None, BeforeValidator(split_array)] = Field(
+        None, min_length=1, max_length=MAX_IMAGES
+    )
     trace: bool = Field(False, description="whether the answers at all exits are returned, too")
 
 
