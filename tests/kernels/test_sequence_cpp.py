@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from kernels.both_paths import Case, assert_agree, assert_end_at_once, compiled, make_case, run
@@ -38,22 +38,52 @@ def test_every_option_agrees_with_the_plain_path(estimator, select, stop):
         assert_agree(make_case(3, 8, 24, **options))
 
 
+RANDOM_SIZES = {
+    "num_layers": st.integers(1, 5),
+    "num_experts": st.integers(1, 19),
+    "batch": st.integers(0, 40),
+    "estimator": st.sampled_from(ESTIMATORS),
+    "select": st.sampled_from(SELECTS),
+    "stop": st.sampled_from(STOPS),
+    "max_experts": st.one_of(st.none(), st.integers(0, 20)),
+    "dtype": st.sampled_from(PRECISIONS),
+    "first_row": st.sampled_from((0, 17, 2**32 - 3, 2**40)),
+    "sees": st.booleans(),
+    "seed": st.integers(0, 1000),
+}
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    num_layers=st.integers(1, 5),
-    num_experts=st.integers(1, 19),
-    batch=st.integers(0, 40),
-    estimator=st.sampled_from(ESTIMATORS),
-    select=st.sampled_from(SELECTS),
-    stop=st.sampled_from(STOPS),
-    max_experts=st.one_of(st.none(), st.integers(0, 20)),
-    dtype=st.sampled_from(PRECISIONS),
-    first_row=st.sampled_from((0, 17, 2**32 - 3, 2**40)),
-    sees=st.booleans(),
-    seed=st.integers(0, 1000),
-)
+@given(**RANDOM_SIZES)
 def test_random_sizes_agree_with_the_plain_path(num_layers, num_experts, batch, **options):
     assert_agree(make_case(num_layers, num_experts, batch, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(5))
+def test_thousands_of_configurations_agree_with_the_plain_path(start, record_property):
+    num = 0
+
+    @seed(start)
+    @settings(max_examples=320, deadline=None, derandomize=False, database=None)
+    @given(**RANDOM_SIZES)
+    def sizes(num_layers, num_experts, batch, **options):
+        nonlocal num
+        num += 1
+        assert_agree(make_case(num_layers, num_experts, batch, **options))
+
+    @seed(start)
+    @settings(max_examples=320, deadline=None, derandomize=False, database=None)
+    @given(**LARGE_LOGITS)
+    def large_logits(num_layers, num_experts, batch, centre, spread, **options):
+        nonlocal num
+        num += 1
+        assert_agree_at_large_logits(num_layers, num_experts, batch, centre, spread, **options)
+
+    sizes()
+    large_logits()
+    assert num >= 620
+    record_property("configurations", num)  # for experiments/attack.py
 
 
 @pytest.mark.parametrize("num_experts", [1, 3, 4, 7, 8, 16, 32])
@@ -115,25 +145,32 @@ def test_whatever_gates_see_the_plain_paths_softmax_is_theirs(estimator, large):
         assert_agree(case)
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
-@given(
-    num_layers=st.integers(2, 4),
-    num_experts=st.integers(1, 20),
-    batch=st.integers(1, 12),
-    estimator=st.sampled_from(ESTIMATORS),
-    select=st.sampled_from(SELECTS),
-    stop=st.sampled_from(STOPS),
-    dtype=st.sampled_from(PRECISIONS),
-    centre=st.floats(-1e4, 1e4),
-    spread=st.sampled_from((0.1, 10.0, 1000.0)),
-    seed=st.integers(0, 1000),
-)
-def test_large_logits_agree_with_the_plain_path(num_layers, num_experts, batch, centre, spread, **options):
+LARGE_LOGITS = {
+    "num_layers": st.integers(2, 4),
+    "num_experts": st.integers(1, 20),
+    "batch": st.integers(1, 12),
+    "estimator": st.sampled_from(ESTIMATORS),
+    "select": st.sampled_from(SELECTS),
+    "stop": st.sampled_from(STOPS),
+    "dtype": st.sampled_from(PRECISIONS),
+    "centre": st.floats(-1e4, 1e4),
+    "spread": st.sampled_from((0.1, 10.0, 1000.0)),
+    "seed": st.integers(0, 1000),
+}
+
+
+def assert_agree_at_large_logits(num_layers, num_experts, batch, centre, spread, **options):
     case = make_case(num_layers, num_experts, batch, sees=True, **options)
     with torch.no_grad():
         input_logits_BLNO = case.options["input_logits_BLNO"]
         input_logits_BLNO.mul_(spread).add_(centre).clamp_(-1e4, 1e4)
     assert_agree(case, logit_size=1 + float(input_logits_BLNO.detach().abs().max()))
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(**LARGE_LOGITS)
+def test_large_logits_agree_with_the_plain_path(num_layers, num_experts, batch, centre, spread, **options):
+    assert_agree_at_large_logits(num_layers, num_experts, batch, centre, spread, **options)
 
 
 @pytest.mark.parametrize("logit", [-87.0, -104.0, -720.0, -1e4, 1e4])

@@ -56,8 +56,9 @@ def test_a_completion_is_what_the_library_generates(openai_client, gpt):
         assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (4, 30, 34)
 
 
-def test_a_stream_adds_up_to_the_whole(openai_client):
-    options = {"model": "gpt-mre", "prompt": ["Once", "upon"], "max_tokens": 20, "n": 2, "seed": 7, "logprobs": 2}
+@pytest.mark.parametrize("model", ["gpt-mre", "gpt-top-k"])
+def test_a_stream_adds_up_to_the_whole(openai_client, model):
+    options = {"model": model, "prompt": ["Once", "upon"], "max_tokens": 20, "n": 2, "seed": 7, "logprobs": 2}
     whole = openai_client.completions.create(**options)
     texts, logprobs, reasons, usage = [""] * 4, [[] for _ in range(4)], [None] * 4, None
     for chunk in openai_client.completions.create(**options, stream=True, stream_options={"include_usage": True}):

@@ -209,7 +209,8 @@ class Completions:
             CompletionChoice(number, prompts[number // body.n][0], body.echo, body.logprobs, served)
             for number in range(len(inputs))
         ]
-        options = self.engine.query_options(body, served, max_ms=None) | {"seed": 0, "sampling": sampling}
+        # all models can send tokens as they come, and stop between two of them
+        options = self.engine.query_options(body, served, max_ms=None, stream=None) | {"seed": 0, "sampling": sampling}
         return self.engine.answers(request.scope["arrived"], inputs, seeds=seeds, **options), choices
 
 
