@@ -3,8 +3,8 @@
     python -m experiments.attack                      # all parts; some 20 minutes on two cores
     python -m experiments.attack --only valid kills   # some parts
 
-Finished pieces are kept in benchmarks/attack.json and not repeated, so that you can stop at any time and continue later;
-`--again` starts from nothing. The table is written to benchmarks/attack.md. Only 127.0.0.1 is attacked.
+Finished pieces are kept in benchmarks/attack.json and not repeated, so that you can stop at any time and continue later
+(`--seconds 200` stops by itself); `--again` starts from nothing. The table is written to benchmarks/attack.md. Only 127.0.0.1 is attacked.
 
 * malformed: damaged requests and bytes that are no requests, eight at a time. A status of 500 or more, or no end of the
   response within 30 seconds, is a failure. After every thousand, a known request must have the same answer as before.
@@ -237,7 +237,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--again", action="store_true", help="forget the pieces of these parts that were finished")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other piece after this time")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended, too
+    until = time.monotonic() + args.seconds
     record = BENCHMARKS / "attack.json"
     found: dict[str, Found] = json.loads(record.read_text()) if record.exists() else {}
     if args.again:
@@ -248,6 +251,8 @@ def main() -> None:
             name = f"{part} {piece}"
             if name in found and not found[name]["failures"]:
                 continue
+            if time.monotonic() > until:
+                sys.exit(f"experiments.attack: stopped before {name}; run it again to continue")
             found[name] = attack(piece)
             print(f"{name}: {found[name]['done']:,}, {found[name]['seconds']:.1f} s; {about}", flush=True)
             for failure in found[name]["failures"][:5]:
