@@ -4,7 +4,8 @@
     python -m experiments.attack --only valid kills   # some parts
 
 Finished pieces are kept in benchmarks/attack.json and not repeated, so that you can stop at any time and continue later
-(`--seconds 200` stops by itself); `--again` starts from nothing. The table is written to benchmarks/attack.md. Only 127.0.0.1 is attacked.
+(`--seconds 200` stops by itself); `--again` starts from nothing. The table is written to benchmarks/attack.md. Only
+127.0.0.1 is attacked.
 
 * malformed: damaged requests and bytes that are no requests, eight at a time. A status of 500 or more, or no end of the
   response within 30 seconds, is a failure. After every thousand, a known request must have the same answer as before.

@@ -138,7 +138,7 @@ def as_pixels(rows: list[Any]) -> NDArray[np.uint8] | None:
     return np.array(flat, dtype=np.uint8).reshape(shape)
 
 
-def parse_json(content: bytes) -> tuple[dict[str, Any], bytes]:
+def parse_body(content: bytes) -> tuple[dict[str, Any], bytes]:
     """The reply to a JSON body: places and shapes of images in the header, then the rest as JSON, then all pixels."""
     try:
         body = CompactBody(content)
@@ -154,7 +154,7 @@ def parse_json(content: bytes) -> tuple[dict[str, Any], bytes]:
 def answer_message(header: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
     """The reply to one message: a header, and the pixels of all images or what a JSON body holds."""
     try:
-        return parse_json(content) if header.get("json") else decode_files(header, content)
+        return parse_body(content) if header.get("json") else decode_files(header, content)
     except ContentError as error:
         return {"rule": error.rule, "message": str(error), "size": 0}, b""
 
