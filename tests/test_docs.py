@@ -175,8 +175,8 @@ def test_python_of_a_page_runs_from_top_to_bottom(name, workplace, as_before, mo
 
 @pytest.mark.parametrize("command", COMMAND_LINES, ids=[f"{page}: {line}" for line, page in COMMAND_LINES.items()])
 def test_command_of_a_page_is_one(command, workplace, monkeypatch):
-    for name in ("draw_pictures", "write_event"):  # would take longer than the training
-        monkeypatch.setattr(f"raytraced.training.callbacks.{name}", lambda *_: None)
+    for name in ("callbacks.draw_pictures", "trackers.tensorboard.write_event"):  # would take longer than the training
+        monkeypatch.setattr(f"raytraced.training.{name}", lambda *_: None)
     run_command([PLACEHOLDERS.get(word, word) for word in shlex.split(command) if word != "…"])
 
 
@@ -266,7 +266,8 @@ def takes_seconds(name: str, read: dict) -> bool:
     if name == "train":
         config = read["config"]
         complete_options(config.model, config.model_options)
-        return config.data == "digits" or Path(config.data).exists()
+        # Libraries of trackers take seconds to import: tests/training/test_trackers.py trains with them.
+        return config.tracker is None and (config.data == "digits" or Path(config.data).exists())
     if name == "data get":
         from raytraced.tasks.registry import catalog
 

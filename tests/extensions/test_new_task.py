@@ -75,12 +75,12 @@ def test_it_is_trained_evaluated_saved_and_loaded(tmp_path, capsys):
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path, monkeypatch):
-    from raytraced.training import callbacks
+    from raytraced.training.run_folder import RunFolder
 
     train(tmp_path, "--name", "whole", "--checkpoint-steps", "2")
-    write_event, lines = callbacks.write_event, []
+    write_metrics, lines = RunFolder.write_metrics, []
     with monkeypatch.context() as patch:
-        patch.setattr(callbacks, "write_event", lambda run, line: lines.append(line) or write_event(run, line) or 1 / 0)
+        patch.setattr(RunFolder, "write_metrics", lambda *args: lines.append(args) or write_metrics(*args) or 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(tmp_path, "--name", "cut", "--checkpoint-steps", "2")
     for checkpoint in sorted((tmp_path / "cut" / "last").iterdir())[1:]:

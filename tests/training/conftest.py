@@ -33,7 +33,7 @@ def config(data_file, tmp_path) -> TrainConfig:
 def no_pictures(monkeypatch):
     """Leave out what takes longer than such a run: pictures and events."""
     monkeypatch.setattr("raytraced.training.callbacks.draw_pictures", lambda *_: None)
-    monkeypatch.setattr("raytraced.training.callbacks.write_event", lambda *_: None)
+    monkeypatch.setattr("raytraced.training.trackers.tensorboard.write_event", lambda *_: None)
 
 
 @pytest.fixture

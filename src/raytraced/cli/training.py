@@ -22,8 +22,10 @@ def train(config: TrainConfig) -> int:
     """Train a model; print its results, the experts that it uses, and the run folder."""
     from raytraced.models.registry import find_model
     from raytraced.tasks.registry import find_task, whole_path
+    from raytraced.training.trackers.registry import find_trackers
 
-    find_model(config.model)  # a name that does not exist is refused before anything slow happens
+    find_trackers(config.tracker)  # what does not exist is refused before anything slow happens
+    find_model(config.model)
     find_task(config.data).check_model(config.model)
     return _run(replace(config, data=whole_path(config.data)), None)
 
@@ -38,6 +40,7 @@ def resume(
     runs_dir: str = "runs",
     device: str | None = None,
     threads: int | None = None,
+    tracker: str | None = None,
     quiet: bool = False,
 ) -> int:
     """Continue a run exactly where it was stopped, or with other options from there on.
@@ -51,9 +54,13 @@ def resume(
         data: Path of the data, if it has moved.
         device: New device.
         threads: New number of CPU threads.
+        tracker: Other trackers, several with commas (default: those that the run was started with).
         quiet: Print only the run folder.
     """
+    from raytraced.training.trackers.registry import find_trackers
+
     check_threads(threads)
+    find_trackers(tracker)
     folder = open_run(run, runs_dir)
     folder.refuse_writer()
     is_complete = folder.read_summary() is not None
@@ -72,7 +79,8 @@ def resume(
     done = len(folder.read_metrics())
     require(not changes or config.epochs > done, "epochs", config.epochs, f"must be more than the {done} that are done")
     threads = config.threads if threads is None else threads
-    config = replace(config, quiet=quiet, device=device or config.device, threads=threads)
+    trackers = tracker or config.tracker
+    config = replace(config, quiet=quiet, device=device or config.device, threads=threads, tracker=trackers)
     return _run(config, folder, stated)
 
 

@@ -1,4 +1,4 @@
-"""What is attached to the training loop: progress on the terminal, TensorBoard, pictures, and whatever you add.
+"""What is attached to the training loop: progress on the terminal, pictures, trackers, and whatever you add.
 
 The loop calls the methods of a `Callback` in the leading process. A callback reads the state and never changes it, so that
 a run has the same result with it or without.
@@ -6,7 +6,6 @@ a run has the same result with it or without.
 
 import importlib.util
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -189,16 +188,6 @@ class LiveBar(Reporter):
         self.bars.stop()
 
 
-class TensorBoard(Callback):
-    """Writes the figures of every epoch for TensorBoard, if that extra is installed."""
-
-    def on_train_start(self, info: RunInfo, state: "State") -> None:
-        self.run = info.run
-
-    def on_epoch_end(self, state: "State") -> None:
-        write_event(self.run, state.history)
-
-
 class Pictures(Callback):
     """Draws curves.png and the task's pictures once the run is complete, if matplotlib is installed.
 
@@ -220,24 +209,6 @@ class Pictures(Callback):
         except Exception as error:  # names and figures of any data are drawn: whatever goes wrong costs a picture only
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             self.reporter.warn(f"{self.info.run.path}: a picture could not be drawn ({reason}); the run is complete")
-
-
-def write_event(run: "RunFolder", history: list[dict[str, Any]]) -> None:
-    """Write all epochs so far for TensorBoard: one file per run, resumed or not; nothing without the extra."""
-    if importlib.util.find_spec("tensorboard") is None:
-        return
-    from torch.utils.tensorboard import SummaryWriter
-
-    folder = run.path / "events"
-    folder.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(".tmp", ".events-", run.path) as fresh:
-        with SummaryWriter(fresh) as writer:
-            for epoch in history:
-                for name, value in epoch.items():
-                    if isinstance(value, float):
-                        writer.add_scalar(name, value, epoch["epoch"])
-        (written,) = Path(fresh).iterdir()
-        written.replace(folder / "events.out.tfevents.run")
 
 
 def draw_pictures(info: RunInfo, history: list[dict[str, Any]], model: "Model") -> None:

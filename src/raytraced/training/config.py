@@ -15,6 +15,7 @@ Preset = Literal["best", "paper", "quick"]
 # Where and how a run is made, not what is made: these may differ between two runs that give the same model.
 PRIVATE_FIELDS = (
     "data_root", "runs_dir", "name", "quiet", "device", "threads", "checkpoint_seconds", "checkpoint_steps",
+    "tracker",
 )  # fmt: skip
 
 # Fields that had other names before version 0.2: runs that were started then can still be resumed.
@@ -92,6 +93,8 @@ class TrainConfig:
     """write a checkpoint at least this often; there is one after every epoch, too"""
     checkpoint_steps: int | None = None
     """write a checkpoint after every so many steps, too"""
+    tracker: str | None = None
+    """also log to wandb, trackio or mlflow, several with commas; TensorBoard's events are written if it is installed"""
     quiet: bool = False
     """print nothing but the run folder"""
 

@@ -21,7 +21,7 @@ from raytraced.models.output import Model, num_parameters
 from raytraced.tasks.registry import find_task, is_catalogued
 from raytraced.tasks.task import LARGEST_BATCH, Batch
 from raytraced.training import optim
-from raytraced.training.callbacks import Callback, Pictures, Reporter, RunInfo, TensorBoard
+from raytraced.training.callbacks import Callback, Pictures, Reporter, RunInfo
 from raytraced.training.config import TrainConfig
 from raytraced.training.evaluation import evaluate
 from raytraced.training.interrupt import Interrupted, StopRequest, listen
@@ -39,6 +39,7 @@ from raytraced.training.state import (
     restore_state,
     save_checkpoint,
 )
+from raytraced.training.trackers.registry import make_trackers
 from raytraced.training.world import World, join_world
 
 EVALUATION_BATCH = 1000
@@ -57,7 +58,7 @@ def train(
         config: The options of the run.
         run: The run to continue; None starts a new one.
         reporter: Shows progress; None shows warnings only.
-        callbacks: What else is attached to the loop; None stands for TensorBoard's events and the pictures.
+        callbacks: What else is attached to the loop; None stands for the trackers of the options and the pictures.
         changes: Options that differ from those the run was started with, as {name: {"from": …, "to": …}}; they are
             written down in the run folder.
 
@@ -69,7 +70,9 @@ def train(
     """
     with join_world(config.device) as world, listen() as request, ExitStack() as held:
         reporter = reporter if reporter is not None and world.leads else Reporter()
-        attached = [reporter, *([TensorBoard(), Pictures(reporter)] if callbacks is None else callbacks)]
+        if callbacks is None:
+            callbacks = [*make_trackers(config.tracker, reporter), Pictures(reporter)]
+        attached = [reporter, *callbacks]
         for callback in attached:
             held.callback(callback.close)
         try:

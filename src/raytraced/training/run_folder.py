@@ -10,6 +10,7 @@ summary.json         the figures of the finished run
 curves.png           loss, experts and the task's figures over the epochs
 sequences.png        activation sequences of some test data (raytraced models)
 events/              for TensorBoard, if it is installed
+trackers.json        which runs of other trackers are this one, and how many epochs they have
 """
 
 import json

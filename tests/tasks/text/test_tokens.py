@@ -115,7 +115,7 @@ def test_one_that_does_not_fit_is_refused_in_one_line(file, tmp_path):
 
 def test_a_model_of_tokens_is_trained_evaluated_in_bytes_and_continues_a_text(file, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("raytraced.training.callbacks.draw_pictures", lambda *_: None)
-    monkeypatch.setattr("raytraced.training.callbacks.write_event", lambda *_: None)
+    monkeypatch.setattr("raytraced.training.trackers.tensorboard.write_event", lambda *_: None)
     (tmp_path / "own.txt").write_text(WORDS)
     options = {
         "data": tmp_path / "own.txt", "model": "gpt-mre", "epochs": 1, "batch-size": 4, "runs-dir": tmp_path, "name": "run", "quiet": "true",

@@ -28,7 +28,7 @@ from training.test_resume import SignalAt
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     monkeypatch.setattr("raytraced.training.callbacks.draw_pictures", lambda *_: None)
-    monkeypatch.setattr("raytraced.training.callbacks.write_event", lambda *_: None)
+    monkeypatch.setattr("raytraced.training.trackers.tensorboard.write_event", lambda *_: None)
     return TrainConfig(
         data="shakespeare",
         model="gpt-mre",
