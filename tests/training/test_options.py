@@ -56,6 +56,7 @@ ELSEWHERE = {
     "name": "test_run_folder.py",
     "checkpoint_seconds": "test_checkpoints_are_written_by_the_clock_and_by_steps",
     "checkpoint_steps": "test_checkpoints_are_written_by_the_clock_and_by_steps",
+    "tracker": "test_trackers.py",
     "quiet": "tests/cli/test_train.py",
 }
 

@@ -27,8 +27,10 @@ def find_trackers(names: str | None) -> list[type[Tracker]]:
         if name not in TRACKERS:
             raise ValueError(f"tracker={name}: no such tracker; {did_you_mean(name, TRACKERS)}")
         if not TRACKERS[name].is_installed():
-            remedy = f"install it with pip install 'raytraced[{name}]'"
-            raise ValueError(f"tracker={name}: the package {TRACKERS[name].package} is not installed; {remedy}")
+            package = TRACKERS[name].package
+            raise ValueError(
+                f"tracker={name}: the package {package} is not installed; install it with pip install 'raytraced[{name}]'"
+            )
     if TensorBoardTracker.name not in chosen and TensorBoardTracker.is_installed():
         chosen.insert(0, TensorBoardTracker.name)
     return [TRACKERS[name] for name in chosen]
