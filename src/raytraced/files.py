@@ -3,8 +3,14 @@
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
+
+
+class DamagedFileError(ValueError):
+    """A file whose content is cut, altered or of another format; the message names the file and the reason."""
 
 
 def write_file(path: Path, content: bytes | str) -> None:
@@ -14,10 +20,24 @@ def write_file(path: Path, content: bytes | str) -> None:
         path: The file.
         content: Bytes, or text that is encoded as UTF-8.
     """
+    with replacing_file(path) as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing_file(path: Path) -> Iterator[BinaryIO]:
+    """A stream that becomes the file when the block ends without an error; else nothing is left of it.
+
+    Args:
+        path: The file.
+
+    Yields:
+        The open stream of bytes.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as stream:
-            stream.write(content.encode() if isinstance(content, str) else content)
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)

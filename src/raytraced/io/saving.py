@@ -5,7 +5,7 @@ import json
 import math
 import stat
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -21,29 +21,39 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from raytraced.experts import MLPExperts
+from raytraced.files import DamagedFileError as DamagedFileError
 from raytraced.files import write_file
 from raytraced.io.finding import PRETRAINED as PRETRAINED
 from raytraced.io.finding import find_model_file
 from raytraced.models.card import ModelCard, check_card, read_card
 from raytraced.models.output import Model
 from raytraced.models.registry import build, find_model
+from raytraced.store.experts import StoredExperts, expert_numbers
+from raytraced.store.layout import STORE_FORMAT, GridShape, StoreFile, open_store, read_format, write_store
+from raytraced.store.pool import ExpertPool, LimitError
+from raytraced.store.reader import ExpertReader, parse_size
 
 MODEL_FORMAT = "raytraced-model-2"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 
 
-class DamagedFileError(ValueError):
-    """A file whose content is cut, altered or of another format; the message names the file and the reason."""
-
-
-def save(model: Model, path: str | Path) -> None:
+def save(model: Model, path: str | Path, *, store: bool = False) -> None:
     """Write a model's weights and its card to one file; a crash leaves the old file or the new one, never a part.
 
     Args:
         model: A model made by `raytraced.build` or `raytraced.load`; others have no card.
         path: The file to write, for example "model.safetensors". Equal models give equal bytes.
+        store: Whether to write a store, in which each expert is one aligned run of bytes: `load(path, memory="2 GB")` then
+            keeps a part of the experts in memory and reads the others when they are needed.
     """
-    save_tensors(Path(path), model.state_dict(), known_card(model, "saved"))
+    card = known_card(model, "saved")
+    if any(isinstance(module, StoredExperts) for module in model.modules()):
+        raise ValueError(f"{model.name}: its experts are in a store, which is a file already; copy that file")
+    if store:
+        save_store(Path(path), model, card)
+    else:
+        save_tensors(Path(path), model.state_dict(), card)
 
 
 def known_card(model: Model, done: str) -> ModelCard:
@@ -59,29 +69,72 @@ def known_card(model: Model, done: str) -> ModelCard:
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], card: ModelCard) -> None:
     """As `save`, for the tensors of a state dict that was gathered elsewhere."""
-    try:
-        check_card(card)
-        text = json.dumps(asdict(card))
-    except TypeError as error:
-        raise ValueError(f"{card.model}: its card holds more than plain values, a file cannot: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{card.model}: cannot be saved: {error}") from error
+    text = card_text(card)
     path.parent.mkdir(exist_ok=True)
     write_tensors(path, tensors, MODEL_FORMAT, "card", text)
 
 
-def load(source: str | Path) -> Model:
+def save_store(path: Path, model: Model, card: ModelCard) -> None:
+    """Write a model as a store: its experts apart, everything else as one part."""
+    grids = {name: module for name, module in model.named_modules() if isinstance(module, MLPExperts)}
+    if not grids:
+        raise ValueError(f"{model.name}: has no experts, so a store has nothing to read; save it without store=True")
+    sizes = {grid.num_parameters for grid in grids.values()}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"{model.name}: its experts have several sizes ({sorted(sizes)}); a store holds experts of one"
+        )
+    tensors = {name: value for name, value in model.state_dict().items() if not _is_within(name, grids)}
+    shapes = {name: GridShape(grid.num_layers, grid.num_experts) for name, grid in grids.items()}
+    text = card_text(card)
+    path.parent.mkdir(exist_ok=True)
+    write_store(path, tensors, shapes, lambda grid, layer, expert: expert_numbers(grids[grid], layer, expert), text)
+
+
+def _is_within(name: str, modules: Iterable[str]) -> bool:
+    """Whether a tensor's name is that of a parameter inside one of some modules."""
+    return any(name.startswith(f"{module}.") for module in modules)
+
+
+def card_text(card: ModelCard) -> str:
+    """A card as the text that is written into a file; a ValueError if a file cannot hold it."""
+    try:
+        check_card(card)
+        return json.dumps(asdict(card))
+    except TypeError as error:
+        raise ValueError(f"{card.model}: its card holds more than plain values, a file cannot: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{card.model}: cannot be saved: {error}") from error
+
+
+def load(source: str | Path, *, memory: int | str | None = None, direct: bool | None = None) -> Model:
     """Load a trained model, ready to evaluate.
 
     Args:
         source: A model.safetensors file, a run folder, the name of a run in the folder `runs`, or a shipped model's name.
+        memory: Of a store (`raytraced store`): the most memory that its experts may take, as bytes or as text such as
+            "2 GB". Everything else is in memory besides. Default: as much as all experts take.
+        direct: Of a store: whether experts are read past the operating system's page cache. Default: where the file system
+            is able to.
 
     Returns:
         The model in evaluation mode. It takes inputs as they are stored (bytes), and `model.card` describes its options,
         its data and its training.
     """
     path = find_model_file(source)
+    if read_format(path) == STORE_FORMAT:
+        limit = None if memory is None else parse_size("memory", memory)
+        file = open_store(path)
+        return load_model(path, file.text, lambda card: rebuild_stored(card, file, limit, direct))
+    if memory is not None or direct is not None:
+        option = f"memory={memory}" if memory is not None else f"direct={direct}"
+        raise ValueError(f"{option}: {path} is not a store; `raytraced store {source} FILE` writes one, load that")
     tensors, text = read_tensors(path, MODEL_FORMAT, "card")
+    return load_model(path, text, lambda card: rebuild(card, tensors))
+
+
+def load_model(path: Path, text: str, make: Callable[[ModelCard], Model]) -> Model:
+    """The model that a file's card describes; `make` builds it."""
     try:
         card = read_card(json.loads(text))
     except json.JSONDecodeError as error:
@@ -96,18 +149,45 @@ def load(source: str | Path) -> Model:
         remedy = "import the module that registers it first, or update raytraced"
         raise ValueError(f"{path}: {error}; if it is a custom model, {remedy}") from error
     try:
-        return rebuild(card, tensors)
+        return make(card)
+    except LimitError:
+        raise
     except (ValueError, TypeError, RuntimeError) as error:
         raise DamagedFileError(f"{path}: {' '.join(str(error).split())}") from error
 
 
 def rebuild(card: ModelCard, tensors: Mapping[str, Tensor]) -> Model:
     """Build a model from its card and its tensors, in evaluation mode."""
-    check_size(card, sum(tensor.numel() for tensor in tensors.values()))
+    model = build_empty(card, len(tensors), sum(tensor.numel() for tensor in tensors.values()))
+    return fill(model, card, tensors, {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()})
+
+
+def rebuild_stored(card: ModelCard, file: StoreFile, memory: int | None, direct: bool | None) -> Model:
+    """Build a model from its card, with the experts of a store; without gradients, in evaluation mode."""
+    num_numbers = sum(tensor.numel() for tensor in file.tensors.values()) + len(file.runs) * file.num_numbers
+    model = build_empty(card, len(file.tensors) + len(file.runs), num_numbers)
+    grids = {name: module for name, module in model.named_modules() if isinstance(module, MLPExperts)}
+    found = {name: (*shape, file.num_numbers) for name, shape in file.grids.items()}
+    expected = {name: (grid.num_layers, grid.num_experts, grid.num_parameters) for name, grid in grids.items()}
+    if found != expected:
+        raise ValueError(f"its experts do not fit model {card.model!r}: found {found}, expected {expected}")
+    pool = ExpertPool(ExpertReader(file, direct), memory)
+    for name, grid in grids.items():
+        model.set_submodule(name, StoredExperts(pool, file.first(name), grid))
+    dtypes = {tensor.dtype for tensor in file.tensors.values() if tensor.is_floating_point()}
+    return fill(model, card, file.tensors, dtypes).requires_grad_(False)
+
+
+def build_empty(card: ModelCard, num_tensors: int, num_numbers: int) -> Model:
+    """The model of a card, without memory for its parameters; refuses one of far more tensors than a file holds."""
+    check_size(card, num_numbers)
     # On "meta" nothing is allocated: a card may claim more than its tensors hold.
-    with torch.device("meta"), limit_tensors(len(tensors)):
-        model = build(card.model, **card.spec, **card.options)
-    precisions = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    with torch.device("meta"), limit_tensors(num_tensors):
+        return build(card.model, **card.spec, **card.options)
+
+
+def fill(model: Model, card: ModelCard, tensors: Mapping[str, Tensor], precisions: set[torch.dtype]) -> Model:
+    """Give a model its tensors, which must be those that it expects."""
     if len(precisions) == 1:  # as it was saved, in half or double precision too
         model.to(precisions.pop())
     expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}

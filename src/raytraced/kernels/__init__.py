@@ -31,6 +31,7 @@ from raytraced.kernels import (
     cpp_sequence,
     grouped_experts,
     sharded_experts,
+    stored_experts,
     triton_sequence,
 )
 from raytraced.kernels.cpp_early_exit import EarlyExitResult as EarlyExitResult
@@ -40,6 +41,7 @@ from raytraced.kernels.operation import OPERATIONS as OPERATIONS
 from raytraced.kernels.operation import Implementation, Operation, use
 from raytraced.routing import entry_rates, input_logits
 from raytraced.sequence import WEIGHTINGS, Route, any_seen, unroll
+from raytraced.store.experts import StoredExperts
 
 # sequence(routing, entry_BN, *, input_logits_BLNO, stop, estimator, temperature, num_steps, seed, rows_B) -> Route
 sequence = Operation(
@@ -85,6 +87,8 @@ experts = Operation(
     "experts",
     # each MLP expert on its own rows in one call, at any size: ordinary CPU tensors of one precision
     Implementation("cpp", cpp_experts.run, unsupported_reason=cpp_experts.unsupported_reason),
+    # the same from the memory that experts of a store were read into
+    Implementation("stored", stored_experts.run, unsupported_reason=stored_experts.unsupported_reason),
     # the same in grouped products that ask nothing of the device: a GPU in bfloat16
     Implementation(
         "grouped",
@@ -188,7 +192,7 @@ def count_macs(run: Callable[[], object]) -> int:
 
 def expert_macs(experts: Experts, dim: int) -> int:
     """The multiply-adds of one expert on one row (D,)."""
-    if isinstance(experts, MLPExperts):
+    if isinstance(experts, MLPExperts | StoredExperts):
         return experts.num_weights
     like = next(experts.parameters(), torch.empty(0))
     return count_macs(lambda: experts.run_expert(0, 0, like.new_zeros(1, dim)))

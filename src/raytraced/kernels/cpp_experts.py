@@ -61,17 +61,25 @@ def chunk_rows(batch: int, num_layers: int, weights: Sequence[Tensor]) -> int:
     return max(batch, 1) if large else max(_CHUNK, -(-batch // (16 * _MOST_CHUNKS)) * 16)
 
 
+def sort_pairs(active_BM: Tensor, chunk: int, num_chunks: int) -> tuple[int, Tensor, Tensor]:
+    """Who runs where: how many pairs there are, the rows of each expert, and where each expert's begin.
+
+    The rows are sorted by chunk, expert and row; they begin at the places (chunks, M + 1).
+    """
+    B, M = active_BM.shape
+    rows = torch.empty(B * M, dtype=torch.int32)
+    offsets = torch.empty(num_chunks, M + 1, dtype=torch.int64)
+    is_double = active_BM.dtype == torch.float64
+    num_pairs = _plan(B, M, is_double, active_BM.data_ptr(), chunk, num_chunks, rows.data_ptr(), offsets.data_ptr())
+    return num_pairs, rows, offsets
+
+
 def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyped-def]
     """Hidden vectors through all layers, each expert weighted; what is kept besides: hidden activations of all pairs."""
     (hidden, mix, *parameters), active, stream = tensors, data[0], int(spec[0])
     (B, L, N), D, weights = mix.shape, hidden.shape[-1], parameters[: len(parameters) // 2]
-    M, chunk = L * N, chunk_rows(B, L, weights)
-    num_chunks = max(1, -(-B // chunk))
-    # Who runs where: the rows of each expert, sorted by chunk, layer, expert and row, and where each expert's begin.
-    rows = torch.empty(B * M, dtype=torch.int32)
-    offsets = torch.empty(num_chunks, M + 1, dtype=torch.int64)
-    is_double = active.dtype == torch.float64
-    num_pairs = _plan(B, M, is_double, active.data_ptr(), chunk, num_chunks, rows.data_ptr(), offsets.data_ptr())
+    chunk = chunk_rows(B, L, weights)
+    num_pairs, rows, offsets = sort_pairs(active.view(B, L * N), chunk, max(1, -(-B // chunk)))
 
     out, like = torch.empty_like(hidden), hidden.new_empty
     kept = [like(L if STREAMS[stream] == "skip-sum" else L - 1, B, D), like(num_pairs, D), rows, offsets]

@@ -84,6 +84,25 @@ struct Grid {
   long long num_ranges() const { return (args.batch + RANGE - 1) / RANGE; }
 };
 
+// Experts that are not stacked: each has parameters of its own, 2 J pointers, and is run as a grid of one.
+struct Apart {
+  const ExpertsArgs& args;
+  const long long* numbers;
+  void* const* parameters;
+  std::atomic<bool> failed{false};
+
+  static void run_one(void* context, long long index) {
+    Apart& apart = *(Apart*)context;
+    ExpertsArgs args = apart.args;
+    args.experts = 1;
+    args.offsets += apart.numbers[index];
+    args.parameters = apart.parameters + index * 2 * args.linears;
+    Grid grid(args);
+    if (void* block = grid.memory(0, 0, 1)) grid.kernel.run(args, block, 0, 0);
+    if (grid.failed) apart.failed.store(true);
+  }
+};
+
 }  // namespace
 }  // namespace raytraced
 
@@ -136,4 +155,20 @@ extern "C" int raytraced_experts_backward(const raytraced::ExpertsArgs* args) {
     parallel(grid.num_ranges(), args->threads, Grid::join_range_back, &grid);
   }
   return grid.failed;
+}
+
+// Some experts of one layer, of which only these need be in memory: `numbers` (count) says which, `parameters` (count, 2 J)
+// where each of them is. Their results are added up by the call below once all experts have run.
+extern "C" int raytraced_experts_run(const raytraced::ExpertsArgs* args, const long long* numbers, void* const* parameters,
+                                     long long count) {
+  raytraced::Apart apart{*args, numbers, parameters};
+  raytraced::parallel(count, args->threads, raytraced::Apart::run_one, &apart);
+  return apart.failed;
+}
+
+extern "C" int raytraced_experts_join(const raytraced::ExpertsArgs* args) {
+  using namespace raytraced;
+  Grid grid(*args);
+  parallel(grid.num_ranges(), args->threads, Grid::join_range, &grid);
+  return 0;
 }
