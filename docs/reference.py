@@ -81,9 +81,20 @@ PAGES = {
         "Saving, sharing and exporting",
         "Model files, the Hugging Face Hub, ONNX and torch.export.",
         (
-            "io.saving:load,save,DamagedFileError",
+            "io.saving:load,save",
+            "files:DamagedFileError",
             "io.hub:save_pretrained,from_pretrained,push_to_hub",
             "io.export:export",
+        ),
+    ),
+    "store": Page(
+        "Experts on disk",
+        "The store that experts are read from, and the memory that they are read into.",
+        (
+            "store.layout:StoreFile,open_store",
+            "store.pool:ExpertPool,ReadPlan,ReadStats,Timeline",
+            "store.experts:StoredExperts",
+            "store.reader:ExpertReader,parse_size",
         ),
     ),
     "integrations": Page(

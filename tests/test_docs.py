@@ -125,6 +125,7 @@ def things(tmp_path_factory) -> Path:
         # large batches: a page resumes this run for 60 epochs
         assert main(["train", "--epochs", "1", "--batch-size", "512", "--quiet", "--name", "RUN"]) == 0
         assert main(["train", *TEXT_RUN, "--epochs", "1", "--quiet", "--name", "plays"]) == 0
+        assert main(["store", "plays", "plays.safetensors"]) == 0
     return folder
 
 

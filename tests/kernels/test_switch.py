@@ -101,7 +101,7 @@ def test_a_word_in_the_environment_that_is_none_is_told(monkeypatch):
     [
         ({"word": "quick"}, "use='quick': must be one of cpp, dense, grouped, plain, sharded, sparse"),
         ({"expert": "sparse"}, "expert='sparse': is no operation; must be one of sequence, experts"),
-        ({"experts": "steps"}, "experts='steps': must be one of cpp, dense, grouped, plain, sharded, sparse$"),
+        ({"experts": "steps"}, "experts='steps': must be one of cpp, dense, grouped, plain, sharded, sparse, stored$"),
     ],
 )
 def test_a_mistake_in_the_switch_is_told(words, message):

@@ -10,7 +10,9 @@ import torch
 
 import raytraced
 from raytraced import kernels
+from raytraced.cli.main import main
 from raytraced.experts import MLPExperts, Stream
+from raytraced.models.output import num_parameters
 from raytraced.store.experts import StoredExperts, expert_numbers
 from raytraced.store.layout import GridShape, open_store, write_store
 from raytraced.store.pool import ExpertPool
@@ -227,3 +229,50 @@ def test_a_limit_below_one_expert_is_refused_when_a_store_is_loaded(model):
     _, path = model
     with pytest.raises(ValueError, match=r"^memory=100 B: must be at least \d+\.\d KB, the size of one expert"):
         raytraced.load(path, memory="100 B")
+
+
+def test_a_store_is_written_and_used_on_the_command_line(tmp_path, monkeypatch, capsys):
+    whole = raytraced.build("gpt-mre", **MODELS["gpt-mre"])
+    raytraced.save(whole, tmp_path / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    assert main(["store", "model.safetensors", "store.safetensors"]) == 0
+    assert "experts of" in capsys.readouterr().out
+    outputs = []
+    for words in (["model.safetensors"], ["store.safetensors", "--memory", "10KB"], ["store.safetensors"]):
+        assert main(["generate", words[0], "a", "--length", "5", "--json", "--device", "cpu", *words[1:]]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[1:] == outputs[:1] * 2
+
+
+MISTAKES = {
+    "store model.safetensors out": "output=out: must end in .safetensors",
+    "store model.safetensors no/folder.safetensors": "its folder does not exist",
+    "store model.safetensors model.safetensors": "is the model itself",
+    "store store.safetensors again.safetensors": "its experts are in a store, which is a file already",
+    "generate store.safetensors a --memory 1KB": "memory=1.0 KB: must be at least",
+    "generate store.safetensors a --memory lots": "memory=lots: must be a number of bytes",
+    "generate model.safetensors a --memory 1GB": "is not a store",
+    "generate store.safetensors a --device meta": "must be cpu for a model whose experts are in a store",
+}
+
+
+@pytest.mark.parametrize(("command", "words"), MISTAKES.items(), ids=MISTAKES)
+def test_a_mistake_on_the_command_line_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, command, words):
+    whole = raytraced.build("gpt-mre", **MODELS["gpt-mre"])
+    raytraced.save(whole, tmp_path / "model.safetensors")
+    raytraced.save(whole, tmp_path / "store.safetensors", store=True)
+    monkeypatch.chdir(tmp_path)
+    assert main(command.split()) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "store.safetensors"]
+
+
+def test_a_shared_folder_may_hold_a_store(tmp_path):
+    whole = raytraced.build("mre", **MODELS["mre"])
+    raytraced.save_pretrained(whole, tmp_path / "shared", store=True)
+    loaded = raytraced.from_pretrained(tmp_path / "shared", memory="5 KB")
+    assert pool_of(loaded).num_slots == 1
+    assert num_parameters(loaded) == num_parameters(whole)
+    pool_of(loaded).close()

@@ -28,6 +28,7 @@ def generate(
     max_experts: int | None = None,
     weights: Literal["last", "best"] = "last",
     device: str = "auto",
+    memory: str | None = None,
     runs_dir: str = "runs",
     json: bool = False,
 ) -> None:
@@ -53,14 +54,14 @@ def generate(
     from raytraced.tasks.text.tokens import Codec
     from raytraced.training.world import choose_device
 
-    model = load(source)
+    model = load(source, memory=memory)
     if not isinstance(model, GPT):
         raise ValueError(
             f"{run}: is {model.name}, which is not a language model; generate needs a model of the family gpt"
         )
     rule = f"only for models that answer along the way, {model.name} does not"
     require(max_experts is None or model.answers_along_the_way, "max_experts", max_experts, rule)
-    codec, place = Codec(model), choose_device(device)
+    codec, place = Codec(model), choose_device(device, model)
     tokens = codec.encode_prompt("prompt", os.fsencode(prompt))
     drawn = model.to(place).generate(
         torch.tensor([tokens], device=place),

@@ -37,6 +37,7 @@ COMMANDS = {
     "serve": Command("serve:serve", "serve models over HTTP, with deadlines, and a web page"),
     "explore": Command("explore:explore", "write a web page that runs models and shows their experts"),
     "export": Command("export:export", "export a trained classifier to ONNX or torch.export"),
+    "store": Command("store:store", "write a model whose experts are read from disk when they are needed"),
     "runs": Command("training:runs", "list past runs"),
     "compare": Command("training:compare", "draw curves of several runs and print their results"),
     "models": Command("models:models", "list all models: reference, parameters, macs"),

@@ -33,6 +33,7 @@ SHARED_OPTIONS = {
     "max_experts": "Largest number of experts per sample.",
     "confidence": "Exit at the first answer whose probability reaches this threshold, or the calibrated one.",
     "exit_every": "Where the model can exit: after every layer or after every expert.",
+    "memory": "Most memory for the experts of a store (`raytraced store`), such as 2GB (default: all of them).",
     "json": "Print JSON instead of tables; lists are printed with one object per line.",
 }
 

@@ -28,6 +28,7 @@ def serve(
     max_body: int = 2_000_000,
     max_pixels: int = 1 << 24,
     max_connections: int = 512,
+    memory: str | None = None,
     weights: Literal["last", "best"] = "last",
     runs_dir: str = "runs",
 ) -> None:
@@ -64,7 +65,7 @@ def serve(
         from raytraced.serve.models import serve_model
 
         torch.set_num_threads(threads)
-        served = [serve_model(source) for source in sources]
+        served = [serve_model(source, memory=memory) for source in sources]
         known = [one.name for one in served]
         if doubled := [name for name in known if known.count(name) > 1]:
             raise ValueError(f"{printable(doubled[0])}: two models have this name; rename a folder or file")

@@ -119,6 +119,7 @@ def evaluate(
     batch_size: int = 1000,
     skip_bad: bool = False,
     device: str = "auto",
+    memory: str | None = None,
     weights: Literal["last", "best"] = "last",
     runs_dir: str = "runs",
     json: bool = False,
@@ -141,13 +142,13 @@ def evaluate(
     from raytraced.training.run_tables import print_evaluation
     from raytraced.training.world import World, choose_device
 
-    model, task, dataset = open_model(source, data, data_root, skip_bad)
+    model, task, dataset = open_model(source, data, data_root, skip_bad, memory)
     options = {"select": select, "max_experts": max_experts, "confidence": confidence, "exit_every": exit_every}
     asked: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     along = [name for name in ("select", "max_experts") if name in asked]
     if along and not model.answers_along_the_way:
         raise ValueError(f"{', '.join(along)}: only for models that answer along the way, {model.name} does not")
-    world = World(0, 1, choose_device(device))
+    world = World(0, 1, choose_device(device, model))
     predict = partial(predict_batch, model.to(world.device).eval())
     result = evaluate_on(task, dataset, split, predict, world, batch_size=batch_size, seed=seed, full=True, **asked)
     if json:
@@ -157,7 +158,7 @@ def evaluate(
 
 
 def open_model(
-    source: str, data: str | None, data_root: str | None, skip_bad: bool = False
+    source: str, data: str | None, data_root: str | None, skip_bad: bool = False, memory: str | None = None
 ) -> "tuple[Model, Task[Any], Any]":
     """A trained model, its task, and the data set that it was trained on or another one, as its run was configured.
 
@@ -168,7 +169,7 @@ def open_model(
 
     near = (Path(source), *Path(source).parents[:2])
     config = next((RunFolder(folder).config for folder in near if (folder / "config.yaml").is_file()), None)
-    model = load(source)
+    model = load(source, memory=memory)
     name = data or (config.data if config else catalogued_data(model.card))
     if name is None:
         raise ValueError(f"{source}: its card names no data set of the catalogue; give the data with --data")

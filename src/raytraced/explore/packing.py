@@ -12,6 +12,7 @@ from raytraced.models.classifier import Classifier
 from raytraced.models.gpt import GPT
 from raytraced.models.output import Model
 from raytraced.routers.raytraced import RaytracedExperts
+from raytraced.store.experts import StoredExperts
 from raytraced.tasks.images.task import known_classes
 
 # Of 23 bits: a relative error of 5e-7, about that of float32 sums, for a page that is a tenth smaller.
@@ -33,6 +34,8 @@ def why_unpackable(model: Model) -> str | None:
     for layer in model.routed_layers():
         if not isinstance(layer, RaytracedExperts):
             return "it is not a raytraced model; the page runs mre and gpt-mre"
+        if isinstance(layer.experts, StoredExperts):
+            return "its experts are in a store; the page holds all weights of a model"
         if not isinstance(layer.experts, MLPExperts):
             return "its experts are custom modules; the page runs MLPs"
     if isinstance(model, GPT) and model.tokenizer is not None:

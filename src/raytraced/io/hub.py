@@ -31,7 +31,7 @@ TRANSFORMERS_NAMES = {
 
 
 def save_pretrained(
-    model: Model, folder: str | Path, *, run: str | Path | None = None, name: str | None = None
+    model: Model, folder: str | Path, *, run: str | Path | None = None, name: str | None = None, store: bool = False
 ) -> None:
     """Write a folder to share: model.safetensors, config.json and README.md, a page made of the model's card.
 
@@ -41,6 +41,7 @@ def save_pretrained(
         run: A run folder; the page then shows its figures.
         name: The repository "owner/name" that the folder is for; the page's title and example. Without it the title is
             the folder's name, and the example loads the page's own folder.
+        store: Whether model.safetensors is a store, from which each expert can be read by itself: see `raytraced.save`.
     """
     folder, card = Path(folder), known_card(model, "shared")
     size = num_parameters(model)
@@ -49,7 +50,7 @@ def save_pretrained(
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        save(model, folder / WEIGHTS)
+        save(model, folder / WEIGHTS, store=store)
         write_file(folder / CONFIG, json.dumps(config_values(card), indent=2) + "\n")
         write_file(folder / PAGE, page)
     except (OSError, ValueError):
@@ -65,6 +66,7 @@ def from_pretrained(
     token: str | bool | None = None,
     cache_dir: str | Path | None = None,
     local_files_only: bool = False,
+    memory: int | str | None = None,
 ) -> Model:
     """Load a shared model, ready to evaluate. No pickle is read, so no file can run code.
 
@@ -74,6 +76,7 @@ def from_pretrained(
         token: Access token of the Hub; True for the one that is stored, False for none.
         cache_dir: Folder that holds downloaded files.
         local_files_only: Whether to use downloaded files only.
+        memory: Of a store: the most memory that its experts may take, such as "2 GB". Default: as much as all experts take.
 
     Returns:
         The model, in evaluation mode.
@@ -81,12 +84,12 @@ def from_pretrained(
     path = Path(source)
     if not path.exists() and REPO_ID.fullmatch(str(source)):
         where = {"revision": revision, "token": token, "cache_dir": cache_dir}
-        return load(download(str(source), local_files_only=local_files_only, **where))
+        return load(download(str(source), local_files_only=local_files_only, **where), memory=memory)
     if not (path / WEIGHTS).exists():
         files = [file for file in (path, *path.glob("*")) if file.is_file()]
         if found := sorted(file.name for file in files if file.suffix in PICKLES):
             raise ValueError(f"{source}: {found[0]} is a pickle, which may run code when it is read; needs {WEIGHTS}")
-    return load(source)
+    return load(source, memory=memory)
 
 
 def push_to_hub(

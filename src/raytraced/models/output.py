@@ -18,6 +18,7 @@ from raytraced.layer import Call, Cost, LayerOutput, RoutedLayer, flat, flat_mas
 from raytraced.models.card import ModelCard
 from raytraced.rng import RandomSource, ReplayedGenerator, check_generator
 from raytraced.sequence import Route, Select
+from raytraced.store.experts import StoredExperts
 
 SampleLossFn = Callable[[Tensor], Tensor]
 """logits -> the loss of each sample (B,)"""
@@ -246,8 +247,10 @@ def gathered(logits: Tensor, layers: Sequence[LayerOutput], sample_loss_fn: Samp
 
 
 def num_parameters(module: nn.Module) -> int:
-    """How many parameters a module has."""
-    return sum(parameter.numel() for parameter in module.parameters())
+    """How many parameters a module has, those of experts in a store included."""
+    stored = [each for each in module.modules() if isinstance(each, StoredExperts)]
+    in_stores = sum(each.num_layers * each.num_experts * each.num_parameters for each in stored)
+    return sum(parameter.numel() for parameter in module.parameters()) + in_stores
 
 
 def linear_cost(linear: nn.Linear) -> Cost:

@@ -117,12 +117,13 @@ def rows_are_independent(model: Model) -> bool:
     return kernels.convolution.explain(pixels, list(block.weights), list(block.biases)).name == "cpp"
 
 
-def serve_model(source: str, name: str | None = None) -> Served:
+def serve_model(source: str, name: str | None = None, memory: str | None = None) -> Served:
     """Load a model.
 
     Args:
         source: A run folder, a file or a shipped model's name.
         name: The name that requests call it by; by default that of its run folder, file or shipped model.
+        memory: Of a store: the most memory that its experts may take.
 
     Returns:
         The model, ready to answer.
@@ -132,7 +133,7 @@ def serve_model(source: str, name: str | None = None) -> Served:
         name = path.resolve().name.removesuffix(".safetensors") if path.exists() else source
         if name in ("model", "best"):  # the file in a run folder
             name = path.resolve().parent.name
-    model = load(source)
+    model = load(source, memory=memory)
     if model.card.task is None and not isinstance(model, GPT):
         raise ValueError(f"{source}: its card states no task; save it with one, as raytraced train does")
     if not isinstance(model, GPT) and model.card.task != "images":

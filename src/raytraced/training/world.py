@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raytraced.errors import require
+from raytraced.store.experts import StoredExperts
 
 Value = TypeVar("Value")
 LAST_TURN = 0.25  # seconds that other threads get before the process group is destroyed
@@ -123,19 +124,22 @@ def join_world(device: str) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, model: nn.Module | None = None) -> torch.device:
     """Find a device by its name.
 
     Args:
         name: cpu, cuda, cuda:1, …; "auto" takes a GPU if there is one. "auto" and "cuda" give each process of a host
             another GPU.
+        model: The model that will run there; experts in a store are computed on the CPU.
 
     Returns:
         The device; refuses one that is not available.
     """
     has_cuda = torch.cuda.is_available()
+    is_stored = model is not None and any(isinstance(module, StoredExperts) for module in model.modules())
     if name == "auto":
-        name = "cuda" if has_cuda else "cpu"
+        name = "cuda" if has_cuda and not is_stored else "cpu"
+    require(not is_stored or name == "cpu", "device", name, "must be cpu for a model whose experts are in a store")
     try:
         device = torch.device(name)
     except RuntimeError:
