@@ -16,8 +16,11 @@ from raytraced.kernels.cpp_experts import STREAMS, ExpertsArgs, sort_pairs
 from raytraced.kernels.cpp_library import Int, Pointer, PointerArray, point
 from raytraced.store.experts import StoredExperts, StoredLayer
 
-_run_some = library.bind("raytraced_experts_run", ctypes.POINTER(ExpertsArgs), ctypes.POINTER(Int), PointerArray, Int)
-_join = library.bind("raytraced_experts_join", ctypes.POINTER(ExpertsArgs))
+# A library that was built before these functions were written lacks them.
+_is_built = hasattr(library.cpu, "raytraced_experts_run")
+_arguments = ctypes.POINTER(ExpertsArgs), ctypes.POINTER(Int), PointerArray, Int
+_run_some = library.bind("raytraced_experts_run", *_arguments) if _is_built else None
+_join = library.bind("raytraced_experts_join", ctypes.POINTER(ExpertsArgs)) if _is_built else None
 
 
 def unsupported_reason(
@@ -34,6 +37,8 @@ def unsupported_reason(
         return "autocast is on"
     if grid.dtype is not hidden_BD.dtype:
         return "hidden vectors of another precision than the experts"
+    if library.cpu is not None and not _is_built:
+        return "the compiled kernels are older than this file: build them again"
     return library.why_unfit((hidden_BD, weights_BLN))
 
 
