@@ -52,7 +52,7 @@ def main() -> None:
         contenders = []
         for label, model in models.items():
             with torch.no_grad():
-                experts = float(model(prompts).num_experts.float().mean()) / 2
+                experts = float(model(prompts).num_experts.float().mean())
             contenders.append(writer(label, model, prompts[:size], experts))
         times[size] = interleave(contenders, SETTINGS)
     rows = []

@@ -26,11 +26,12 @@ from experiments.benchmark.results import Outcome
 from experiments.benchmark.timing import Contender
 from raytraced import kernels
 from raytraced.integrations.replace import HiddenOnly
-from raytraced.layer import LayerOutput, RoutedLayer, routed_layer
+from raytraced.layer import RoutedLayer, routed_layer
+from raytraced.routers.dense import DenseBlocks
 from raytraced.routers.raytraced import RaytracedExperts, activation_sequence
 from raytraced.routers.top_k import TopK
 from raytraced.routing import RoutingNetwork
-from raytraced.sequence import Estimator, Route, Select
+from raytraced.sequence import Estimator, Select
 from raytraced.tasks.registry import find_task
 from raytraced.tasks.task import Batch
 
@@ -316,26 +317,25 @@ def measure_peers(bench: Bench) -> Outcome:
 
 
 class PeerPart(nn.Module):
-    """Four layers of another library as the feed-forward part of a decoder block; two experts of each layer run."""
+    """A layer of another library as the experts of a decoder block; two of them run."""
 
     def __init__(self, layer: Callable[[], nn.Module], num_groups: int) -> None:
         super().__init__()
-        self.stack, self.num_groups = Stack(layer), num_groups
+        self.layer, self.num_groups = layer(), num_groups
 
-    def forward(self, hidden: Tensor, **call: Any) -> LayerOutput:
-        ran = torch.full(hidden.shape[:-1], 2 * NUM_LAYERS)
-        out_BD = self.stack(hidden.flatten(0, -2), self.num_groups)
-        return LayerOutput(out_BD.view(hidden.shape), Route(ran, None, ran, None), residual=hidden)
+    def forward(self, hidden_nD: Tensor) -> Tensor:
+        result: Any = self.layer(hidden_nD.view(self.num_groups, -1, hidden_nD.shape[-1]))
+        update_nD: Tensor = (result if isinstance(result, Tensor) else result[0]).reshape(hidden_nD.shape)
+        return update_nD
 
 
 def token_step(batches: list[Batch], model: str, layer: Callable[[], nn.Module] | None = None, **options: Any) -> Any:
-    """The training step of a byte decoder, with its own feed-forward parts or with those that `layer` builds."""
+    """The training step of a byte decoder, with its own experts or, in each block, with what `layer` builds."""
     torch.manual_seed(SEED)
     task = find_task(TEXT_DATA)
     decoder: Any = task.build(model, task.load(TEXT_DATA), options)
     if layer is not None:
-        for block in decoder.blocks:
-            block.layer = layer()
+        decoder.layer = DenseBlocks(decoder.layer.dim, len(decoder.blocks), expert=layer)
     return TrainingStep(recipe(TEXT_DATA, model), decoder, cycle(batches))
 
 

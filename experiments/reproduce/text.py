@@ -14,29 +14,25 @@ from experiments.reproduce.claims import num_dead
 from experiments.reproduce.records import Record, Results, shorten, spread
 from experiments.reproduce.tables import Table, count_seeds, search_table
 from experiments.reproduce.variants import DATA_NAMES
-from raytraced.colours import BLUE, GREY, INK, ORANGE, SKY
+from raytraced.colours import BLUE, GREY, INK, ORANGE
 from raytraced.files import write_file
 
-NUM_BLOCKS, NUM_IN_BLOCK = 2, 32  # of every decoder here, and of each of its blocks
-TOP_K_LABELS = ("top-1-of-32", "top-2-of-32", "top-4-of-32")
+NUM_BLOCKS, NUM_IN_BLOCK = 4, 16  # of every decoder here, and of each of its blocks
+TOP_K_LABELS = ("top-1", "top-2", "top-4", "top-8")
 # Experts per block at which the elastic model is shown → the models that were trained to run as many.
-BUDGETS = {1: ("top-1-of-32",), 2: ("top-2-of-32",), 4: ("stack-1", "top-4-of-32"), 8: ("stack-2",)}
+BUDGETS = {1: ("top-1", "hash-1"), 2: ("top-2", "planned-2", "hash-2"), 4: ("top-4",), 8: ("top-8",)}
 # The lines of the figure: name → labels of the models and style.
 LINES = {
-    "dense, 1 … 8 blocks": (("dense-1", "dense-2", "dense-4", "dense-8"), Pen(GREY, "_", ":")),
-    "top-1, 2, 4 of 32": (TOP_K_LABELS, Pen(ORANGE, "s", "-.")),
-    "4 × top-1, top-2 of 8": (("stack-1", "stack-2"), Pen(INK, "D", "--", False)),
-    "planned-1": (("planned-1",), Pen(GREY, "^", "none", False)),
+    "dense, 1 … 8 experts wide": (("dense-1", "dense-2", "dense-4", "dense-8"), Pen(GREY, "_", ":")),
+    "top-1, 2, 4, 8": (TOP_K_LABELS, Pen(ORANGE, "s", "-.")),
+    "hash": (("hash-1", "hash-2"), Pen(INK, "D", "--", False)),
+    "planned-2": (("planned-2",), Pen(GREY, "^", "none", False)),
     "threshold": (("threshold",), Pen(GREY, "P", "none", False)),
     "aux-free": (("aux-free",), Pen(GREY, "v", "none", False)),
     "null-experts": (("null-experts",), Pen(GREY, "*", "none", False)),
     "chain": (("chain",), Pen(GREY, "h", "none", False)),
     "relu": (("relu",), Pen(GREY, "X", "none", False)),
-    "threshold-of-32": (("threshold-of-32",), Pen(ORANGE, "P", "none", False)),
-    "relu-of-32": (("relu-of-32",), Pen(ORANGE, "X", "none", False)),
-    "MRE, trained for 4, 8": (("mre-target-4", "mre-target-8"), Pen(BLUE, "o")),
-    "MRE, one layer": (("mre-wide-target-4", "mre-wide"), Pen(SKY, "o")),
-    "MRE, its own end": (("mre",), Pen(BLUE, "o", "none", False)),
+    "MRE": (("mre",), Pen(BLUE, "o", "none", False)),
 }
 NOTE = (
     f"Test bytes, mean ± standard deviation over {{seeds}}. Experts: the mean per byte and block, of {NUM_IN_BLOCK}. MACs: "
@@ -45,7 +41,7 @@ NOTE = (
 )
 SEARCHED = (
     "Validation bits per byte after full runs, with one seed that no other run uses. The dense models share one search; so "
-    "do the baselines with 32 experts in one layer, and the stacks."
+    "do the baselines that choose by the block's input, and those that plan by the token."
 )
 
 
@@ -92,23 +88,23 @@ def elastic_table(results: Results, data: str) -> Table:
     rows = []
     for budget, baselines in BUDGETS.items() if results.of(data, "mre-elastic") else ():
         found = [
-            spread(one.budgets[min(budget, len(one.budgets) - 1)]["bits_per_byte"] for one in results.of(data, label))
+            spread(one.budgets[min(NUM_BLOCKS * budget, len(one.budgets) - 1)]["bits_per_byte"] for one in results.of(data, label))
             for label in ("mre-elastic", "mre")
         ]
         others = {label: spread(one.bits for one in results.of(data, label)) for label in baselines}
         shown = ", ".join(f"{label} {bits.mean:.3f}" for label, bits in others.items() if bits.num)
         rows.append([f"{budget}", *(f"{bits.mean:.3f}" if bits.num else "–" for bits in found), shown or "–"])
-    header = ["most experts per block", "mre-elastic", "mre", "trained to run as many"]
+    header = ["most experts, per block on the mean", "mre-elastic", "mre", "trained to run as many"]
     note = "Bits per test byte, means over the seeds. mre-elastic and mre are one checkpoint per seed at all budgets."
     return Table(f"One checkpoint, any budget: {DATA_NAMES[data]}", header, rows, note)
 
 
-def wide_table(results: Results, data: str) -> Table:
-    """Our models and baselines against one layer of top-k of 32 at the same MACs."""
+def top_k_table(results: Results, data: str) -> Table:
+    """Our models and baselines against top-k at the same MACs."""
     known = cheapest_first(results, data)
     line = [known[label] for label in TOP_K_LABELS if label in known]
     rows = []
-    for label in ("mre-wide-target-4", "mre-wide", "threshold-of-32", "relu-of-32", "mre"):
+    for label in ("mre", "planned-2", "hash-1", "hash-2", "threshold", "relu"):
         if label in known and len(line) == len(TOP_K_LABELS):
             one = known[label]
             macs, bits, stds = ([each[key] for each in line] for key in ("macs_mean", "bits_mean", "bits_std"))
@@ -116,10 +112,10 @@ def wide_table(results: Results, data: str) -> Table:
             error = ((one["bits_std"] ** 2 + std**2) / one["seeds"]) ** 0.5
             rows.append([label, f"{one['macs_mean'] / 1000:.0f}", f"{one['bits_mean'] - level:+.3f} ± {error:.3f}"])
     note = (
-        "Bits per test byte above the line through top-1, top-2 and top-4 of 32 at the same MACs (thousands): difference of "
+        "Bits per test byte above the line through top-1, 2, 4 and 8 at the same MACs (thousands): difference of "
         "means ± its standard error over the seeds. Less is better."
     )
-    return Table(f"Against one layer of top-k: {DATA_NAMES[data]}", ["model", "MACs", "bits"], rows, note)
+    return Table(f"Against top-k: {DATA_NAMES[data]}", ["model", "MACs", "bits"], rows, note)
 
 
 def text_figure(results: Results, shown: list[str]) -> Figure:
@@ -134,9 +130,9 @@ def text_figure(results: Results, shown: list[str]) -> Figure:
                 x = [macs / 1000 for macs in x]
                 axes.errorbar(x, y, std, label=name, markersize=5, linewidth=1.4, elinewidth=0.8, **pen.style)
         for record in results.of(data, "mre-elastic")[:1]:
-            rows = record.budgets[1:9]
+            rows = record.budgets[1 : 8 * NUM_BLOCKS + 1]
             x, y = [row["macs"] / 1000 for row in rows], [row["bits_per_byte"] for row in rows]
-            axes.plot(x, y, "--", color=BLUE, marker=".", linewidth=1, label="MRE, budgets 1 … 8")
+            axes.plot(x, y, "--", color=BLUE, marker=".", linewidth=1, label="MRE, budgets")
         best = min(one["bits_mean"] for one in known.values())
         axes.set_ylim(best - 0.04, best + 0.38)
         axes.set_xlabel("thousand MACs per byte", fontsize=8)
@@ -149,7 +145,7 @@ def text_figure(results: Results, shown: list[str]) -> Figure:
 def write_text(results: Results, folder: Path, quick: bool) -> Path:
     """Write tables.md and summary.json of the language models; return the path of tables.md."""
     shown = results.data()
-    tables = [make(results, data) for data in shown for make in (text_table, elastic_table, wide_table)]
+    tables = [make(results, data) for data in shown for make in (text_table, elastic_table, top_k_table)]
     tables.append(search_table(results, lambda score: f"{-score:.3f}", SEARCHED))
     summary = {data: {label: text_means(results.of(data, label)) for label in results.labels(data)} for data in shown}
     first = ["# Language models", "", *(["**Quick run, not a result.**", ""] if quick else [])]

@@ -143,35 +143,27 @@ INIT_VARIANTS = tuple(
     for name, scaled in (("scaled", True), ("plain", False))
 )
 
-# On tokens, 32 experts in each block of a decoder. Found on validation bytes: docs/lab/text.md.
-TEXT_RECIPE = {"num_layers": 2, "num_experts": 16, "weighting": "rates", "input_rank": 16, "output_logit_offset": 0.0}
-ONE_LAYER = {"num_layers": 1, "num_experts": 32}
-# One layer of all 32 experts. `stop` is small: at 1 its sequences would end after one expert.
-WIDE = ONE_LAYER | {"weighting": "rates", "input_rank": 0, "output_logit_offset": 0.0, "stop": 0.12}
+# On tokens: 16 experts in each block of a decoder.
+EXPERTS_PER_BLOCK = {"num_experts": 16}
 
 
 def text_variants() -> tuple[Variant, ...]:
-    """All models that are compared on text. One search per group: ours, ours in one layer, dense, one layer of 32, stacks."""
-    mre = Variant("mre", "gpt-mre", TEXT_RECIPE, {"target_experts": None})
-    mre_wide = Variant("mre-wide", "gpt-mre", WIDE, {"target_experts": None})
+    """All models that are compared on text. One search per group: ours, dense, those that choose by the block's input, those
+    that plan by the token."""
+    mre = Variant("mre", "gpt-mre", EXPERTS_PER_BLOCK, {"target_experts": None})
+    counted = EXPERTS_PER_BLOCK | {"total": "count"}
     shared: tuple[tuple[Variant, ...], ...] = (  # the search of the first is that of the group
+        (mre, replace(mre, label="mre-elastic", training={"target_experts": None, "anytime_loss": 0.25})),
+        tuple(Variant(f"dense-{num}", "gpt-dense", {"hidden": 128 * num}) for num in (2, 1, 4, 8)),  # widths of 1 … 8 experts
         (
-            mre,
-            replace(mre, label="mre-target-4", training={"target_experts": 4.0}, family="mre", setting=4),
-            replace(mre, label="mre-target-8", training={"target_experts": 8.0}, family="mre", setting=8),
-            replace(mre, label="mre-elastic", training={"target_experts": None, "anytime_loss": 0.25}),
-        ),
-        (mre_wide, replace(mre_wide, label="mre-wide-target-4", training={"target_experts": 4.0})),
-        tuple(replace(DENSE_VARIANTS[at], model="gpt-dense") for at in (2, 0, 1, 3)),  # 4 blocks, then 1, 2, 8
-        (
-            *(Variant(f"top-{k}-of-32", "gpt-top-k", ONE_LAYER | {"k": k, "total": "count"}) for k in (4, 1, 2)),
-            Variant("threshold-of-32", "gpt-threshold", ONE_LAYER | {"total": "count"}),
-            Variant("relu-of-32", "gpt-relu", ONE_LAYER | {"k": 4.0}),
+            *(Variant(f"top-{k}", "gpt-top-k", counted | {"k": k}) for k in (2, 1, 4, 8)),
+            Variant("threshold", "gpt-threshold", counted),
+            Variant("relu", "gpt-relu", EXPERTS_PER_BLOCK | {"k": 2.0}),
+            *(Variant(name, f"gpt-{name}", EXPERTS_PER_BLOCK) for name in ("aux-free", "null-experts", "chain")),
         ),
         (
-            *(Variant(f"stack-{k}", "gpt-top-k", {"k": k}) for k in (2, 1)),
-            Variant("planned-1", "gpt-planned", {"k": 1}),
-            *(Variant(name, f"gpt-{name}") for name in ("threshold", "aux-free", "null-experts", "chain", "relu")),
+            Variant("planned-2", "gpt-planned", counted | {"k": 2}),
+            *(Variant(f"hash-{k}", "gpt-hash", EXPERTS_PER_BLOCK | {"k": k}) for k in (1, 2)),
         ),
     )
     return tuple(replace(one, tuned_as=first) for first, *others in shared for one in (first, *others))

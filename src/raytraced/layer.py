@@ -118,6 +118,11 @@ class Router(nn.Module):
         num_rounds: How often each layer's experts may run one after the other.
     """
 
+    plans: ClassVar[bool] = False
+    """whether the choices of all steps are computed from one vector, so that a decoder can make them before its first block"""
+    learns: ClassVar[bool] = True
+    """whether training moves what the router reads; False: a routing embedding stays as it was drawn"""
+
     def __init__(
         self, dim: int, num_layers: int, num_experts: int, *, num_outlets: int | None = None, num_rounds: int = 1
     ) -> None:
@@ -151,6 +156,10 @@ class Router(nn.Module):
         if not call.is_default:
             raise ValueError("select and max_experts: this router supports neither; use a raytraced layer")
         return None
+
+    def alike(self, call: Call) -> bool:
+        """Whether equal vectors get equal plans in one call, so that a plan can be made once and looked up."""
+        return False
 
     def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:
         """Choose for one step.
@@ -274,7 +283,7 @@ class RoutedLayer(nn.Module):
             if kept_n is not None:
                 out = _spread(out, kept_n, hidden_BD, self.stream)
             exits = None if out.exits is None else out.exits.view(len(out.exits), *hidden.shape)
-            route = _shaped(out.route, shape)
+            route = shape_route(out.route, shape)
             return out._replace(hidden=out.hidden.view(hidden.shape), route=route, residual=residual, exits=exits)
 
         return hidden_BD if kept_n is None else hidden_BD[kept_n], call._replace(rows=rows_B), put_back
@@ -285,20 +294,13 @@ class RoutedLayer(nn.Module):
         if plan is not None:
             answer = kernels.experts(self.experts, hidden_BD, plan.active, plan.weights, self.stream, call.exits)
             return make_layer_output(answer, call, plan.route or unordered_route(plan.active), plan.loss)
-        draws, layers = Draws(call, hidden_BD), kernels.unstacked(self.experts, hidden_BD)
-        choices: list[Choice] = []
+        steps = GridSteps(self, hidden_BD, call)
+        answer = run_stream(self.stream, self.router.num_steps, hidden_BD, steps.update, call.exits)
+        return make_layer_output(answer, call, *steps.result())
 
-        def update(step: int, hidden_BD: Tensor) -> Tensor:
-            choice = self.router.route(step, hidden_BD, draws)
-            choices.append(choice)
-            return run_step(layers[step // self.router.num_rounds], hidden_BD, choice.active, choice.weights)
-
-        answer = run_stream(self.stream, self.router.num_steps, hidden_BD, update, call.exits)
-        route = unordered_route(torch.stack([choice.active for choice in choices], 1))
-        losses = [choice.loss for choice in choices if choice.loss is not None]
-        decisions = [choice.decision for choice in choices if choice.decision is not None]
-        policy_loss_fn = partial(self.router.policy_loss, decisions, route.num_active) if decisions else None
-        return make_layer_output(answer, call, route, torch.stack(losses).sum() if losses else None, policy_loss_fn)
+    def run_step(self, layer: Any, hidden_nD: Tensor, active_nN: Tensor, weights_nN: Tensor) -> Tensor:
+        """The weighted sum of one layer's active experts (n, D); `layer` is one of `kernels.unstacked`."""
+        return run_step(layer, hidden_nD, active_nN, weights_nN)
 
     def exits(self, hidden_BD: Tensor, call: Call) -> "LayerExits":
         """The layer's answers after no step, after the first, the second, …, for rows (B, D) that may leave on the way."""
@@ -331,6 +333,50 @@ class RoutedLayer(nn.Module):
 def run_step(layer: Any, hidden_nD: Tensor, active_nN: Tensor, weights_nN: Tensor) -> Tensor:
     """The weighted sum of one layer's active experts (n, D)."""
     return kernels.experts(layer, hidden_nD, active_nN.unsqueeze(1), weights_nN.unsqueeze(1), Stream.LAST)
+
+
+class GridSteps:
+    """One pass of rows through the grid, step by step: the caller may run something else between two layers.
+
+    Args:
+        layer: The routed layer.
+        like_BD: Vectors like those that will be given (B, D); only their number, type and device count.
+        call: Options of the call.
+        plan: What the router has chosen for all steps; None: it chooses at each step, from the vectors that reach it.
+    """
+
+    def __init__(self, layer: RoutedLayer, like_BD: Tensor, call: Call, plan: Choice | None = None) -> None:
+        self.layer, self.plan, self.draws = layer, plan, Draws(call, like_BD)
+        self.layers = kernels.unstacked(layer.experts, like_BD)
+        self.choices: list[Choice] = []
+
+    def update(self, step: int, hidden_BD: Tensor) -> Tensor:
+        """The weighted sum of the experts of one step (B, D)."""
+        router = self.layer.router
+        if self.plan is None:
+            choice = router.route(step, hidden_BD, self.draws)
+            self.choices.append(choice)
+        else:
+            choice = Choice(self.plan.active[:, step], self.plan.weights[:, step])
+        return self.layer.run_step(self.layers[step // router.num_rounds], hidden_BD, choice.active, choice.weights)
+
+    def update_layer(self, number: int, hidden_BD: Tensor) -> Tensor:
+        """What a layer of the grid adds to its input (B, D); where it runs in several rounds, each adds to the next's input."""
+        first, *rest = range(number * self.layer.router.num_rounds, (number + 1) * self.layer.router.num_rounds)
+        total_BD = self.update(first, hidden_BD)
+        for step in rest:
+            total_BD = total_BD + self.update(step, hidden_BD + total_BD)
+        return total_BD
+
+    def result(self) -> tuple[Route, Tensor | None, Callable[[Tensor], Tensor] | None]:
+        """After the last step: the route, the router's own loss, and the loss of its decisions."""
+        if self.plan is not None:
+            return self.plan.route or unordered_route(self.plan.active), self.plan.loss, None
+        route = unordered_route(torch.stack([choice.active for choice in self.choices], 1))
+        losses = [choice.loss for choice in self.choices if choice.loss is not None]
+        decisions = [choice.decision for choice in self.choices if choice.decision is not None]
+        policy_loss_fn = partial(self.layer.router.policy_loss, decisions, route.num_active) if decisions else None
+        return route, torch.stack(losses).sum() if losses else None, policy_loss_fn
 
 
 class Exit(NamedTuple, Generic[T]):
@@ -410,6 +456,7 @@ def routed_layer(
     hidden: int | None = None,
     num_hidden: int = 2,
     stream: StreamName = "residual",
+    routing_dim: int | None = None,
     **options: Any,
 ) -> RoutedLayer:
     """Build a routed layer from a router class and a grid of experts.
@@ -423,12 +470,14 @@ def routed_layer(
         hidden: Inner width of the default MLP experts. Default: `dim`.
         num_hidden: Number of hidden layers of the default MLP experts.
         stream: How vectors pass from one layer to the next: "residual", "skip-sum" or "last".
+        routing_dim: Width of the vectors that the router reads, where a model plans by others than the layer's input.
+            Default: `dim`.
         **options: Keyword options of the router.
 
     Returns:
         The layer.
     """
-    made = router(dim, num_layers, num_experts, **options)
+    made = router(routing_dim or dim, num_layers, num_experts, **options)
     return RoutedLayer(made, make_grid(dim, num_layers, num_experts, expert, hidden, num_hidden), dim, stream=stream)
 
 
@@ -464,30 +513,36 @@ def unordered_route(active_BSN: Tensor) -> Route:
     return Route(active_BSN, None, active_BSN.detach().sum((-1, -2)).long(), None)
 
 
-def _shaped(route: Route, shape: torch.Size) -> Route:
+def shape_route(route: Route, shape: torch.Size) -> Route:
     """Give every field (B, …) the leading shape of the hidden vectors."""
     if len(shape) == 1:
         return route
-    return _map(route, lambda field: field.unflatten(0, shape) if shape else field[0])
+    return map_route(route, lambda field: field.unflatten(0, shape) if shape else field[0])
 
 
 def _spread(out: LayerOutput, kept_n: Tensor, hidden_BD: Tensor, stream: Stream) -> LayerOutput:
     """The output for all rows, from the output for those that the mask kept; the others activated nothing."""
     passed_BD = stream.start(hidden_BD).answer
-
-    def among_all(field: Tensor) -> Tensor:
-        fill = -1 if field is out.route.nodes else 0
-        return field.new_full((len(hidden_BD), *field.shape[1:]), fill).index_copy(0, kept_n, field)
-
+    route = spread_route(out.route, kept_n, len(hidden_BD))
     hidden_BD = passed_BD.index_copy(0, kept_n, out.hidden.to(passed_BD.dtype))
     exits = None
     if out.exits is not None:
         exits = passed_BD.expand(len(out.exits), *passed_BD.shape).index_copy(1, kept_n, out.exits.to(passed_BD.dtype))
     policy_loss_fn = None if out.policy_loss_fn is None else lambda losses_B: out.policy_loss_fn(losses_B[kept_n])  # type: ignore[misc]
-    return out._replace(hidden=hidden_BD, route=_map(out.route, among_all), policy_loss_fn=policy_loss_fn, exits=exits)
+    return out._replace(hidden=hidden_BD, route=route, policy_loss_fn=policy_loss_fn, exits=exits)
 
 
-def _map(route: Route, change: Callable[[Tensor], Tensor]) -> Route:
+def spread_route(route: Route, kept_n: Tensor, num_rows: int) -> Route:
+    """The route of all rows, from the route of those with the numbers `kept_n`; the others activated nothing."""
+
+    def among_all(field: Tensor) -> Tensor:
+        fill = -1 if field is route.nodes else 0
+        return field.new_full((num_rows, *field.shape[1:]), fill).index_copy(0, kept_n, field)
+
+    return map_route(route, among_all)
+
+
+def map_route(route: Route, change: Callable[[Tensor], Tensor]) -> Route:
     """Apply a function to every tensor of a route."""
     active, nodes, num_active, rates, num_runs = route
     return Route(

@@ -17,7 +17,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     for name in ("mre", "top-k"):
         torch.manual_seed(0)
-        sizes = {"dim": 16, "num_heads": 2, "hidden": 8, "num_layers": 2, "num_experts": 3, "context": 16}
+        sizes = {"dim": 16, "num_heads": 2, "hidden": 8, "num_experts": 3, "context": 16}
         raytraced.save(raytraced.build(f"gpt-{name}", **sizes), folder / f"{name}.safetensors")
     return folder
 

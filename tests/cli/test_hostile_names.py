@@ -42,7 +42,7 @@ def place(tmp_path_factory):
     model.card = replace(model.card, data=f"mine{ESCAPE}")
     rt.save(model, folder / f"alone{ESCAPE}.safetensors")
     torch.manual_seed(0)
-    text = {"dim": 8, "num_heads": 2, "hidden": 8, "num_layers": 1, "num_experts": 2, "context": 32}
+    text = {"dim": 8, "num_heads": 2, "hidden": 8, "num_experts": 2, "context": 32}
     rt.save(rt.build("gpt-mre", **text), folder / f"text{ESCAPE}.safetensors")
     return folder
 

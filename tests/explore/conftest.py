@@ -27,9 +27,9 @@ def wait(page, condition):
 def models():
     """The shipped digits, a small colour model and a small language model."""
     torch.manual_seed(0)
-    small = {"num_layers": 2, "num_experts": 4, "output_logit_offset": 2.0}
+    small = {"num_experts": 4, "output_logit_offset": 2.0}
     colour = rt.build(
-        "mre", image_shape=(3, 16, 16), class_names=["cat", "<b>dog</b>", "</script>"], dim=8, **small
+        "mre", image_shape=(3, 16, 16), class_names=["cat", "<b>dog</b>", "</script>"], dim=8, num_layers=2, **small
     ).eval()
     text = rt.build("gpt-mre", dim=16, hidden=12, depth=2, num_heads=2, context=48, **small).eval()
     return {"mre-digits": rt.load("mre-digits"), "colours": colour, "plays": text}

@@ -32,10 +32,10 @@ function image(model, pixels, options) {
 }
 
 function text(model, tokens, options) {
-  return model.run(tokens, options).map(({ routes, logits }, position) => ({
-    nodes: routes.map((route) => route.nodes),
+  return model.run(tokens, options).map(({ route, logits }, position) => ({
+    nodes: route.nodes,
     logits: Array.from(logits),
-    costs: model.costs(position, routes),
+    costs: model.costs(position, route),
   }));
 }
 

@@ -145,11 +145,17 @@ def test_the_cost_of_dense_blocks_is_that_of_the_model_dense(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"stream": "last", "weighting": "unit", "estimator": "reinmax", "input_rank": 2}], ids=str
+    "options",
+    [
+        {},
+        {"weighting": "unit", "estimator": "reinmax", "input_rank": 2, "routing_input": "embedding"},
+        {"routing_input": "first-block"},
+    ],
+    ids=str,
 )
 def test_a_language_model_runs_as_in_pytorch(options, tmp_path):
-    small = {"dim": 16, "hidden": 12, "num_layers": 2, "num_experts": 4, "output_logit_offset": 2.0}
-    model = rt.build("gpt-mre", depth=2, num_heads=2, context=24, **small | options).eval()
+    small = {"dim": 16, "hidden": 12, "num_experts": 4, "output_logit_offset": 2.0}
+    model = rt.build("gpt-mre", depth=3, num_heads=2, context=24, **small | options).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "sight_out" in name:
@@ -168,15 +174,14 @@ def compare_text(model, text_T, option, results):
     with torch.no_grad():
         out = model(text_T[None], max_experts=option.get("maxExperts"))
         cost = sample_cost(model, text_T[None], out)
-    for block, route in enumerate(out.routes):
-        expected = [[node for node in row if node >= 0] for row in route.nodes[0].tolist()]
-        assert [each["nodes"][block] for each in results] == expected
+    expected = [[node for node in row if node >= 0] for row in out.routes[0].nodes[0].tolist()]
+    assert [each["nodes"] for each in results] == expected
     torch.testing.assert_close(torch.tensor([each["logits"] for each in results]), out.logits[0], atol=LOGITS, rtol=0)
     assert [each["costs"]["token"] for each in results] == cost.macs[0].tolist()
 
 
 def test_a_byte_keeps_its_sampled_sequence_when_text_is_appended(tmp_path):
-    model = rt.build("gpt-mre", depth=2, num_heads=2, context=24, dim=16, hidden=12, num_layers=2, num_experts=4).eval()
+    model = rt.build("gpt-mre", depth=2, num_heads=2, context=24, dim=16, hidden=12, num_experts=4).eval()
     short, long = torch.full((1, 12), 65), torch.full((1, 24), 65)
     option = [{"sample": True, "seed": 5}]
     ((shorter,),), ((longer,),) = (run_engine(model, tokens, option, tmp_path) for tokens in (short, long))

@@ -16,16 +16,16 @@ from raytraced.models.gpt import KVCache
 from raytraced.models.registry import MODELS
 
 SMALL = {"dim": 16, "num_heads": 2, "context": 24}
-GRID = {"hidden": 8, "num_layers": 2, "num_experts": 3}
+GRID = {"hidden": 8, "num_experts": 3}
 ROUTERS = [name for name, info in MODELS.items() if info.model is None]
 
 logging.disable_progress_bar()
 
 
-def language_model(name="mre"):
+def language_model(name="mre", **given):
     torch.manual_seed(0)
     options = {} if name in ("dense", "mlp-total", "mlp-avg") else GRID
-    return rt.build(f"gpt-{name}", **SMALL, **options).eval()
+    return rt.build(f"gpt-{name}", **SMALL, **options, **given).eval()
 
 
 @pytest.fixture
@@ -148,7 +148,9 @@ def test_tokens_that_are_guessed_and_checked_are_the_greedy_ones(model, tokens, 
 
 
 @pytest.mark.parametrize("kind", ["tokens", "vectors"])
-def test_generation_continues_from_a_cache_that_it_returned(model, tokens, kind):
+def test_generation_continues_from_a_cache_that_it_returned(tokens, kind):
+    model = RaytracedForCausalLM.from_gpt(language_model(routing_input="first-block"))
+
     def generate(inputs, mask, **options):
         start = {"input_ids": inputs} if kind == "tokens" else {"inputs_embeds": model.get_input_embeddings()(inputs)}
         return model.generate(
@@ -185,7 +187,10 @@ def test_without_a_prompt_generation_begins_at_the_first_token(model):
     assert torch.equal(generated, model.generate(torch.tensor([[7]]), max_new_tokens=5, do_sample=False))
 
 
-def test_vectors_in_place_of_tokens_give_the_same(model, tokens):
+@torch.no_grad()
+@pytest.mark.parametrize("routing_input", ["embedding", "first-block"])
+def test_vectors_in_place_of_tokens_give_the_same(routing_input, tokens):
+    model = RaytracedForCausalLM.from_gpt(language_model(routing_input=routing_input))
     vectors = model.get_input_embeddings()(tokens)
     assert torch.equal(model(inputs_embeds=vectors).logits, model(tokens).logits)
     for options in ({}, {"num_beams": 2}):
@@ -197,12 +202,11 @@ def test_vectors_in_place_of_tokens_give_the_same(model, tokens):
 def test_routing_statistics_are_those_of_the_routes(model, tokens):
     out, own = model(tokens, output_hidden_states=True), model.model(tokens)
     assert torch.equal(out.num_experts, own.num_experts)
-    assert out.expert_load.shape == (3, 2, 2, 3)
-    for block, route in enumerate(own.routes):
-        torch.testing.assert_close(out.expert_load[:, block], route.active.mean(1))
+    assert out.expert_load.shape == (3, 2, 3)
+    torch.testing.assert_close(out.expert_load, own.routes[0].active.mean(1))
     assert len(out.hidden_states) == 3
     assert model(tokens, return_dict=False)[0].shape == (3, 9, 256)
-    assert model(tokens, max_experts=1).num_experts.max() == 2  # one in each of two blocks
+    assert model(tokens, max_experts=1).num_experts.max() == 1  # all blocks together
 
 
 @pytest.mark.parametrize("name", ["top-any", "ada-k"])
@@ -230,7 +234,7 @@ class Lines(torch.utils.data.Dataset):
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")
 def test_trainer_trains_it(model, tmp_path):
     arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=30, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+        output_dir=str(tmp_path), max_steps=60, per_device_train_batch_size=4, gradient_accumulation_steps=2,
         learning_rate=1e-2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no",
     )  # fmt: skip
     trainer = Trainer(model=model, args=arguments, train_dataset=Lines(), eval_dataset=Lines())
@@ -252,10 +256,10 @@ def test_a_larger_vocabulary_reaches_decoder_and_card(model, tokens, tmp_path):
 
 
 def test_weights_that_a_file_lacks_are_drawn_and_the_others_stay(tmp_path):
-    model = RaytracedForCausalLM.from_gpt(rt.build("gpt-mre", **SMALL, **GRID | {"num_layers": 3}))
+    model = RaytracedForCausalLM.from_gpt(rt.build("gpt-mre", **SMALL, **GRID, depth=3))
     model.save_pretrained(tmp_path)
     held = load_file(tmp_path / "model.safetensors")
-    lacking = "model.blocks.0.layer.router.routing.gate_first"
+    lacking = "model.layer.router.routing.gate_first"
     without = {name: tensor for name, tensor in held.items() if name != lacking}
     save_file(without, tmp_path / "model.safetensors", {"format": "pt"})
     found = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
@@ -285,9 +289,10 @@ def test_a_folder_of_an_old_version_is_read(tokens, tmp_path):
 
 
 HUGE = {
-    "many layers": ({"layer_options": {"num_layers": 10**9}}, "num_layers=1000000000: the layer would have .* parts"),
+    "many layers": ({"layer_options": {"num_layers": 10**9}}, "num_layers=1000000000: gpt-mre has one grid for all"),
+    "many experts": ({"layer_options": {"num_experts": 10**9}}, "num_experts=1000000000: the layer would have .* parts"),
     "many gates": (
-        {"layer": "top-k", "layer_options": {"num_layers": 10**5}},
+        {"layer": "chain", "layer_options": {"num_rounds": 10**5}},
         "it describes a model of many more tensors",
     ),
     "many blocks": ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: must be at most 1,000"),
@@ -309,6 +314,7 @@ def test_bad_input_is_refused_in_one_line(model, tokens, tmp_path):
     cases = {
         "input_ids, inputs_embeds: give exactly one of them": lambda: model(),
         "tokens=25: must be at most context=24": lambda: model(tokens.repeat(1, 3)[:, :25]),
+        "routing_input=token: routes by tokens; give these, not embeddings": lambda: model(inputs_embeds=torch.zeros(3, 9, 16)),
         "attention_mask=(3, 4): must be (3, 9): all tokens, those of the cache first": lambda: model(tokens, attention_mask=torch.zeros(3, 4)),
         "attention_mask=(3, 10): must be (3, 9): all tokens, those of the cache first": lambda: model(tokens, attention_mask=torch.ones(3, 10)),
         "position_ids=[…]: must count up by one; texts cannot be packed": lambda: model(tokens, position_ids=torch.arange(9)[None] % 5),

@@ -281,7 +281,7 @@ def test_bad_options_are_refused_in_one_line(words, message, saved, tmp_path, mo
 
 
 def test_what_cannot_be_exported_is_refused_and_nothing_is_written(tmp_path):
-    path, tokens = tmp_path / "one.onnx", {"context": 8, "num_heads": 2, **TINY}
+    path, tokens = tmp_path / "one.onnx", {"context": 8, "num_heads": 2, "dim": 8, "num_experts": 3}
     cases = {
         "multi-exit: cannot be exported; only classifiers": make("multi-exit"),
         "gpt-mre: cannot be exported; only classifiers": rt.build("gpt-mre", vocab_size=9, **tokens),

@@ -21,7 +21,7 @@ import raytraced as rt
 from raytraced.io import hub
 from raytraced.models.card import ModelCard
 
-TEXT = {"dim": 16, "hidden": 8, "num_layers": 2, "num_experts": 3, "depth": 2, "num_heads": 2, "context": 12}
+TEXT = {"dim": 16, "hidden": 8, "num_experts": 3, "depth": 2, "num_heads": 2, "context": 12}
 
 
 def classifier():

@@ -210,7 +210,7 @@ def test_a_card_that_claims_more_than_its_file_holds_is_refused_before_it_is_bui
 
 
 def test_a_small_file_that_claims_many_blocks_is_refused_at_once(tmp_path):
-    sizes = {"dim": 16, "hidden": 8, "num_layers": 2, "num_experts": 3, "num_heads": 2, "vocab_size": 16_000}
+    sizes = {"dim": 16, "hidden": 8, "num_experts": 3, "num_heads": 2, "vocab_size": 16_000}
     model = raytraced.build("gpt-mre", **sizes, depth=1)
     num_held = sum(tensor.numel() for tensor in model.state_dict().values())
     card = replace(model.card, spec=model.card.spec | {"depth": 250_000})

@@ -9,7 +9,7 @@ from raytraced.cost import num_parameters, sample_cost
 from raytraced.models.gpt import Attention, KVCache, draw_token, rotate
 from raytraced.models.registry import MODELS
 
-SMALL = {"dim": 16, "hidden": 8, "num_layers": 2, "num_experts": 3, "depth": 2, "num_heads": 2, "context": 12}
+SMALL = {"dim": 16, "hidden": 8, "num_experts": 3, "depth": 2, "num_heads": 2, "context": 12}
 ROUTERS = [name for name, info in MODELS.items() if info.model is None]
 
 
@@ -41,7 +41,8 @@ def test_every_router_trains_in_its_blocks_and_survives_a_file(name, tokens, tmp
     model = build(name).train()
     out = model(tokens, sample_loss_fn=lambda logits: cross_entropy(logits.mT, tokens, reduction="none").mean(-1))
     assert out.logits.shape == (3, 12, 256)
-    assert len(out.routes) == 2
+    assert len(out.routes) == 1
+    assert out.routes[0].active.shape[:3] == (3, 12, 2 * model.layer.router.num_rounds)
     assert out.num_experts.shape == (3, 12)
     loss = cross_entropy(out.logits.flatten(0, 1), tokens.flatten()) + (0 if out.loss is None else out.loss)
     loss.backward()
@@ -126,13 +127,13 @@ def test_generation_with_a_cache_is_generation_without(options, tokens):
 
     def text(cached):
         drawn = model.generate(tokens[:, :5], 30, generator=torch.Generator().manual_seed(3), cached=cached, **options)
-        return [torch.stack(each, 1) for each in zip(*drawn, strict=True)]
+        return [torch.stack(each, 1) for each in zip(*((one.tokens, one.num_experts) for one in drawn), strict=True)]
 
     (found, experts), (expected, expected_experts) = text(True), text(False)
     assert found.shape == (3, 30)  # three times past the context of 12
     assert torch.equal(found, expected)
     assert torch.equal(experts, expected_experts)
-    assert bool((experts <= 2 * options.get("max_experts", 6)).all())
+    assert bool((experts <= options.get("max_experts", 6)).all())
 
 
 def test_draws_keep_to_the_likeliest():
@@ -156,7 +157,7 @@ def test_a_texts_answer_and_draws_are_its_own_in_any_batch(tokens):
     whole = run(torch.arange(3))
     for part in ([1], [2, 0], [0, 1]):
         found = run(torch.tensor(part))
-        assert torch.equal(found.routes[1].nodes, whole.routes[1].nodes[part])
+        assert torch.equal(found.routes[0].nodes, whole.routes[0].nodes[part])
         torch.testing.assert_close(found.logits, whole.logits[part], rtol=0, atol=1e-5)
     assert not torch.equal(whole.routes[0].active[0], whole.routes[0].active[1])
 
@@ -187,18 +188,18 @@ def test_every_budget_is_a_forward_of_its_own(tokens):
         alone = model(tokens, select="sample", max_experts=budget, generator=torch.Generator().manual_seed(4))
         assert torch.equal(answer.logits, alone.logits)
         assert torch.equal(steps[budget].logits, alone.logits)
-        assert bool((alone.num_experts <= 2 * budget).all())  # in each of two blocks
+        assert bool((alone.num_experts <= budget).all())  # both blocks together
     with pytest.raises(ValueError, match="gpt-top-k: has one answer only"):
         next(build("top-k").prefixes(tokens))
 
 
 @torch.no_grad()
 def test_work_is_counted_from_the_matrices(tokens):
-    model = build("dense", num_blocks=3, hidden=8)
+    model = build("dense", depth=3, hidden=8)
     cost = sample_cost(model, tokens, model(tokens))
     attention = [4 * 16 * 16 + 2 * 16 * (position + 1) for position in range(12)]
-    assert cost.input_macs.tolist() == [[2 * each for each in attention]] * 3
-    assert bool((cost.expert_macs == 2 * 3 * 2 * 16 * 8).all())
+    assert cost.input_macs.tolist() == [[3 * each for each in attention]] * 3
+    assert bool((cost.expert_macs == 3 * 2 * 16 * 8).all())
     assert bool((cost.head_macs == 16 * 256).all())
     assert bool((cost.parameters == num_parameters(model)).all())  # without routing everything takes part
 
@@ -206,13 +207,20 @@ def test_work_is_counted_from_the_matrices(tokens):
 def test_defaults_and_refusals():
     model = raytraced.build("gpt-mre")
     assert (model.context, len(model.blocks), model.card.options["dim"]) == (128, 2, 96)
-    assert model.blocks[0].layer.experts.widths == (96, 192, 96)
-    assert model.card.spec == {"depth": 2, "num_heads": 4, "context": 128, "vocab_size": 256}  # as they are today
+    assert model.layer.experts.widths == (96, 192, 96)
+    spec = {"depth": 2, "num_heads": 4, "context": 128, "vocab_size": 256}  # as they are today
+    assert model.card.spec == spec | {"routing_input": "token", "routing_dim": 16}
+    assert raytraced.build("gpt-top-k").card.spec == spec | {"routing_input": "block"}
     cases = {
         "dim=18: must be a multiple of 2 · num_heads=4": {"dim": 18, "num_heads": 2},
         "depth=0: must be a whole number, at least 1": {"depth": 0},
         "context='a': must be a whole number, at least 1": {"context": "a"},
         "model option num_head: gpt-mre has no such option; did you mean num_heads": {"num_head": 2},
+        "num_layers=4: gpt-mre has one grid for all blocks, a layer of it per block; set depth instead": {"num_layers": 4},
+        "routing_input='last': must be one of block, token": {"routing_input": "last"},
+        "routing_input=block: must be token, embedding or first-block": {"routing_input": "block"},
+        "routing_dim=8: is the width of the routing embedding": {"routing_input": "embedding", "routing_dim": 8},
+        "routing_dim=0: must be a whole number, at least 1": {"routing_dim": 0},
     }
     for text, options in cases.items():
         with pytest.raises(ValueError, match=text.replace("·", ".")):
@@ -245,6 +253,6 @@ def test_every_token_of_every_text_has_draws_of_its_own():
 
 @pytest.mark.parametrize("token", [-1, 256])
 def test_a_token_beyond_the_vocabulary_is_refused_in_a_line(token):
-    model = raytraced.build("gpt-mre", context=8, dim=8, num_heads=2, hidden=8, num_layers=2, num_experts=2)
+    model = raytraced.build("gpt-mre", context=8, dim=8, num_heads=2, hidden=8, num_experts=2)
     with pytest.raises(ValueError, match="tokens: some are not in 0 … 255, the vocabulary"):
         model(torch.tensor([[3, token]]))

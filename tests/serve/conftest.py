@@ -20,7 +20,7 @@ from raytraced.serve.limits import Limits
 from raytraced.serve.models import serve_model
 
 SHIPPED = ("mre-digits", "mre-mnist", "mre-cifar10", "mre-paper-fashion-mnist")
-GRID = {"hidden": 8, "num_layers": 2, "num_experts": 3}
+GRID = {"hidden": 8, "num_experts": 3}
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +29,7 @@ def files(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("served")
     torch.manual_seed(0)
     for name in ("top-k", "multi-exit"):
-        grid = {"num_layers": 3} if name == "multi-exit" else GRID
+        grid = {"num_layers": 3} if name == "multi-exit" else GRID | {"num_layers": 2}
         model = raytraced.build(name, image_shape=(1, 8, 8), num_classes=3, dim=6, **grid)
         model.card = raytraced.models.card.ModelCard(name, model.card.spec, model.card.options, task="images")
         raytraced.save(model, folder / f"{name}.safetensors")

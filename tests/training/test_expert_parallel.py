@@ -14,6 +14,7 @@ from raytraced.kernels.sharded_experts import THIRDS, Exchange, ShardedExperts
 from raytraced.layer import routed_layer
 from raytraced.routers.top_k import TopK
 from raytraced.training.expert_parallel import make_mesh, shard_experts
+from raytraced.training.optim import whole
 from training import expert_worker
 from training.expert_worker import CASES, Net, train
 
@@ -150,7 +151,18 @@ def test_mistakes_are_refused_in_one_line(mesh):
     shard_experts(layer, mesh)
     with pytest.raises(ValueError, match="use mask_gradient=active"):
         layer(torch.randn(3, 6))
-    layer = routed_layer(TopK, 6, 3, 4)
+
+
+def test_experts_on_several_processes_run_layer_by_layer_too(mesh):
+    torch.manual_seed(0)
+    layer, hidden = routed_layer(TopK, 6, 3, 4), torch.randn(5, 6)
+    expected = layer(hidden)
+    expected.hidden.square().sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+    layer.zero_grad()
     shard_experts(layer, mesh)
-    with pytest.raises(ValueError, match="need the whole path first"):
-        layer(torch.randn(3, 6))
+    found = layer(hidden)
+    torch.testing.assert_close(found.hidden, expected.hidden)
+    found.hidden.square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(whole(parameter.grad), gradients[name])

@@ -41,7 +41,7 @@ def generate(
         temperature: Below 1 likely bytes become more likely, above 1 less; 0 takes the most likely.
         top_p: Draw among the most likely bytes that together have this probability.
         seed: Seed of the draws.
-        max_experts: Largest number of experts per byte in each block.
+        max_experts: Largest number of experts per byte, all blocks together.
         json: Print the text and the experts of each byte as JSON at the end.
     """
     require(length >= 0, "length", length, "must not be negative")
@@ -71,7 +71,7 @@ def generate(
         max_experts=max_experts,
         generator=torch.Generator(place).manual_seed(seed),
     )
-    parts = ((codec.bytes_of[int(token_1)], int(num_1)) for token_1, num_1 in drawn)
+    parts = ((codec.bytes_of[int(one.tokens)], int(one.num_experts)) for one in drawn)
     if json:
         found = list(parts)
         text = b"".join(part for part, _ in found)

@@ -88,8 +88,8 @@ function describeLines(final, label) {
 /** Multiply-adds and experts of the answer shown, and of the two models to compare with. */
 function costAt(step) {
   if (pack.kind === "text") {
-    const { routes } = textResults[byteShown()], { token, all, dense } = model.costs(byteShown(), routes);
-    return { macs: token, numExperts: sum(routes.map(({ nodes }) => nodes.length)), all, dense };
+    const { route } = textResults[byteShown()], { token, all, dense } = model.costs(byteShown(), route);
+    return { macs: token, numExperts: route.nodes.length, all, dense };
   }
   const { layer, inputMacs, headMacs } = model, { all, dense } = model.costs();
   if (step === numSteps()) return { macs: result.macs, numExperts: result.ran.length, all, dense };
@@ -98,7 +98,7 @@ function costAt(step) {
 }
 
 function paintCost(step) {
-  const { L, M } = layerShown(), isText = pack.kind === "text", numBlocks = isText ? model.blocks.length : 1;
+  const { L, M } = layerShown(), isText = pack.kind === "text";
   const { macs, numExperts, all, dense } = costAt(step), widest = Math.max(macs, all);
   const row = (name, num, cost) => {
     const cell = make("td", {}, cost.toLocaleString("en"));
@@ -107,10 +107,12 @@ function paintCost(step) {
   };
   const unit = isText ? "byte" : "answer";
   $("cost").tBodies[0].replaceChildren(
-    row(`this ${unit}`, numExperts, macs), row(`all ${numBlocks * M} experts`, numBlocks * M, all),
-    row(`${numBlocks * L} dense blocks`, numBlocks * L, dense),
+    row(`this ${unit}`, numExperts, macs), row(`all ${M} experts`, M, all),
+    row(`${L} dense blocks`, L, dense),
   );
-  $("cost-hint").textContent = `The cost of this ${unit} includes routing; the other two rows have none. A dense block is as wide as an expert, with one block per layer.`;
+  const routing = isText && model.routingInput !== "first-block" ? "A byte's path is looked up: routing costs nothing."
+    : `The cost of this ${unit} includes routing; the other two rows have none.`;
+  $("cost-hint").textContent = `${routing} A dense block is as wide as an expert, with one block per layer.`;
 }
 
 // ---------------------------------------------------------------- the usage of one expert
@@ -142,9 +144,9 @@ function paintImageUsage(node) {
 }
 
 function paintTextUsage() {
-  const users = tokens.map((_, t) => t).filter((t) => textResults[t]?.routes[state.block].nodes.includes(nodeShown()));
+  const users = tokens.map((_, t) => t).filter((t) => textResults[t]?.route.nodes.includes(nodeShown()));
   const underlined = state.node === null ? "" : " They are underlined.";
-  $("usage-hint").textContent = `In block ${state.block + 1}, ${users.length} of the ${plural(tokens.length, "byte")} of this text run this expert.${underlined}`;
+  $("usage-hint").textContent = `${users.length} of the ${plural(tokens.length, "byte")} of this text run this expert.${underlined}`;
   const counts = {};
   for (const t of users) counts[tokens[t]] = (counts[tokens[t]] ?? 0) + 1;
   const frequent = Object.keys(counts).map(Number).sort((a, b) => counts[b] - counts[a]).slice(0, 10);

@@ -234,20 +234,25 @@ class RaytracedLayer {
 
   /** Run the active experts of a state: the layer's output after 0, 1, … L layers of the grid (L + 1 vectors of D). */
   run(hidden, state) {
-    const { L, N, options } = this, weights = this.weights(state), residual = options.stream === "residual";
+    const { L, options } = this, weights = this.weights(state), residual = options.stream === "residual";
     const zeros = new Float64Array(hidden.length), outputs = [residual ? hidden : zeros];
     let total = zeros;
     for (let layer = 0; layer < L; layer++) {
-      let update = zeros;
-      for (let node = layer * N; node < (layer + 1) * N; node++) {
-        if (!state.active[node]) continue;
-        update = add(update, this.runExpert(node, hidden), weights[node]);
-      }
+      const update = this.update(layer, hidden, state.active, weights);
       hidden = residual ? add(hidden, update) : update;
       total = add(total, update);
       outputs.push(options.stream === "skip-sum" ? total : hidden);
     }
     return outputs;
+  }
+
+  /** The weighted sum of the active experts of one layer (D). */
+  update(layer, hidden, active, weights) {
+    let total = new Float64Array(hidden.length);
+    for (let node = layer * this.N; node < (layer + 1) * this.N; node++) {
+      if (active[node]) total = add(total, this.runExpert(node, hidden), weights[node]);
+    }
+    return total;
   }
 
   /** Multiply-adds of routing: a step recomputes only the gates that its node changed. */
@@ -393,15 +398,14 @@ class GPT {
     this.numHeads = pack.num_heads;
     this.embedding = tensors["embedding.weight"];
     [this.vocabSize, this.D] = this.embedding.shape;
-    this.blocks = [];
-    for (let b = 0; tensors[`blocks.${b}.norm_layer.weight`]; b++) {
-      const data = (name) => tensors[`blocks.${b}.${name}`].data;
-      this.blocks.push({ data, layer: new RaytracedLayer(tensors, `blocks.${b}.layer`, pack.options) });
-    }
+    this.routingInput = pack.routing_input;
+    this.routingEmbedding = tensors["routing_embedding.weight"];
+    this.layer = new RaytracedLayer(tensors, "layer", pack.options);
+    this.blocks = Array.from({ length: this.layer.L }, (_, b) => (name) => tensors[`blocks.${b}.${name}`].data);
     this.memory = { options: "", tokens: [], cache: [] };
   }
 
-  /** Run a text: for each token its routes (one activation sequence per block) and the logits of the token after it.
+  /** Run a text: for each token its route, one activation sequence through all blocks, and the logits of the token after it.
    *  Tokens known from the last call are not computed again. After `milliseconds` it returns what it has so far. */
   run(tokens, { sample = false, seed = 0, maxExperts = null, milliseconds = Infinity } = {}) {
     const end = performance.now() + milliseconds;
@@ -419,9 +423,11 @@ class GPT {
 
   /** Run one token after those of the cache; a seed of null is greedy. */
   token(token, position, before, seed, maxExperts) {
-    const { D } = this, keys = [], values = [], routes = [];
+    const { D, layer } = this, keys = [], values = [], random = seed === null ? null : (step) => uniform(seed, position, step);
     let x = Float64Array.from(this.embedding.data.subarray(token * D, (token + 1) * D), (value) => value * Math.sqrt(D));
-    this.blocks.forEach(({ data, layer }, b) => {
+    const plan = (input) => layer.sequence(input, { random, maxExperts });
+    let route = this.routingInput === "first-block" ? null : plan(this.routingVector(token, x)), weights = null;
+    this.blocks.forEach((data, b) => {
       const normed = layerNorm(x, data("norm_attention.weight"), data("norm_attention.bias"));
       const all = linear(data("attention.inputs.weight"), null, normed, 3 * D);
       const query = this.rotate(all.subarray(0, D), position);
@@ -430,16 +436,20 @@ class GPT {
       const context = [...before, { keys, values }];
       const mixed = this.attend(query, context.map((each) => each.keys[b]), context.map((each) => each.values[b]));
       x = add(x, linear(data("attention.output.weight"), null, mixed, D));
-      const input = layerNorm(x, data("norm_layer.weight"), data("norm_layer.bias"));
-      const random = seed === null ? null : (step) => uniform(seed, b, position, step);
-      const route = layer.sequence(input, { random, maxExperts });
-      const hidden = layer.run(input, route.states.at(-1)).at(-1);
-      // the decoder adds the layer's update, not its input
-      x = add(x, layer.options.stream === "residual" ? add(hidden, input, -1) : hidden);
-      routes.push(route);
+      const input = layerNorm(x, data("norm_experts.weight"), data("norm_experts.bias"));
+      route ??= plan(input);
+      weights ??= layer.weights(route.states.at(-1));
+      x = add(x, layer.update(b, input, route.states.at(-1).active, weights));
     });
     const normed = layerNorm(x, this.tensors["norm.weight"].data, this.tensors["norm.bias"].data);
-    return { keys, values, routes, logits: linear(this.embedding.data, null, normed, this.vocabSize) };
+    return { keys, values, route, logits: linear(this.embedding.data, null, normed, this.vocabSize) };
+  }
+
+  /** What the router reads of a token: its routing embedding, or the embedding as the first block gets it. */
+  routingVector(token, x) {
+    if (this.routingInput === "embedding") return x;
+    const R = this.routingEmbedding.shape[1];
+    return Float64Array.from(this.routingEmbedding.data.subarray(token * R, (token + 1) * R));
   }
 
   /** Rotary position embedding: rotate the pairs of each head by angles that grow with the position. */
@@ -470,16 +480,13 @@ class GPT {
     return out;
   }
 
-  /** Multiply-adds of the token at a position: of its routes (`token`), of all experts, and of dense blocks. */
-  costs(position, routes) {
-    const { D } = this, around = D * this.vocabSize + this.blocks.length * (4 * D * D + 2 * D * (position + 1));
-    let token = around, all = around, dense = around;
-    this.blocks.forEach(({ layer }, b) => {
-      token += layer.routingMacs(routes[b].nodes) + routes[b].nodes.length * layer.expertMacs;
-      all += layer.M * layer.expertMacs;
-      dense += layer.L * layer.expertMacs;
-    });
-    return { token, all, dense };
+  /** Multiply-adds of the token at a position: of its route (`token`), of all experts, and of dense blocks.
+   *  A path that depends on the token alone is looked up and costs nothing. */
+  costs(position, { nodes }) {
+    const { D, layer } = this, around = D * this.vocabSize + this.blocks.length * (4 * D * D + 2 * D * (position + 1));
+    const routing = this.routingInput === "first-block" ? layer.routingMacs(nodes) : 0;
+    const [token, all, dense] = [nodes.length, layer.M, layer.L].map((num) => around + num * layer.expertMacs);
+    return { token: token + routing, all, dense };
   }
 }
 

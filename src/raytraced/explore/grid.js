@@ -19,7 +19,7 @@ function layOutGrid() {
   svg.setAttribute("width", width);
   svg.setAttribute("height", places.height);
   const rows = Array.from({ length: L }, (_, l) =>
-    make("text", { class: "row", x: 0, y: places[l * N].y }, wide ? `layer ${l + 1}` : `${l + 1}`));
+    make("text", { class: "row", x: 0, y: places[l * N].y }, wide ? `${pack.kind === "text" ? "block" : "layer"} ${l + 1}` : `${l + 1}`));
   const gate = make("g", {}, make("rect", { class: "gate", x: centre - 52, y: 8, width: 104, height: 24, rx: 6 }),
     make("text", { class: "mark", x: centre, y: 20.5 }, "entry gate"));
   nodeElements = [...places, places.output].map((place, node) => {

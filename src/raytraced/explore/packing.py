@@ -17,7 +17,7 @@ from raytraced.tasks.images.task import known_classes
 
 # Of 23 bits: a relative error of 5e-7, about that of float32 sums, for a page that is a tenth smaller.
 MANTISSA = 20
-OPTIONS = ("num_layers", "num_experts", "stream", "weighting", "stop")
+OPTIONS = ("weighting", "stop")
 
 
 def why_unpackable(model: Model) -> str | None:
@@ -58,17 +58,19 @@ def pack_model(name: str, model: Model) -> dict[str, Any]:
     """
     if reason := why_unpackable(model):
         raise ValueError(f"{name}: {reason}")
-    state, spec = model.state_dict(), model.card.spec
+    state, spec, (layer,) = model.state_dict(), model.card.spec, model.routed_layers()
+    grid = {"num_layers": layer.router.num_layers, "num_experts": layer.router.num_experts, "stream": str(layer.stream)}
     numbers = np.concatenate([tensor.detach().cpu().float().numpy().ravel() for tensor in state.values()])
     pack: dict[str, Any] = {
         "name": name,
         "model": model.card.model,
-        "options": {key: model.card.options[key] for key in OPTIONS},
+        "options": grid | {key: model.card.options[key] for key in OPTIONS},
         "shapes": [[key, list(tensor.shape)] for key, tensor in state.items()],
         "weights": deflated(planes_of(numbers)),
     }
     if isinstance(model, GPT):
-        return pack | {"kind": "text", "context": model.context, "num_heads": spec["num_heads"]}
+        sizes = {"context": model.context, "num_heads": spec["num_heads"], "routing_input": model.routing_input}
+        return pack | {"kind": "text", **sizes}
     return pack | {
         "kind": "image",
         "image_shape": list(spec["image_shape"]),

@@ -16,7 +16,7 @@ const capitalized = (text) => text[0].toUpperCase() + text.slice(1);
 // The display depends on this alone, and the address stores all of it.
 const state = {
   model: 0, input: "", pixels: null, sample: false, seed: 0, budget: null, confidence: null, step: null, node: null,
-  text: "To be, or not to be, that is the question:", byte: null, block: 0, colour: "count",
+  text: "To be, or not to be, that is the question:", byte: null, colour: "count",
 };
 let model = null, pack = null, gallery = [], result = null, tokens = [], player = null;
 
@@ -46,7 +46,7 @@ async function open(index) {
   if (request !== numRequests) return false;
   pause();
   clearTimeout(nextSlice);
-  [pack, model, state.model, state.block] = [requested, opened, index, 0];
+  [pack, model, state.model] = [requested, opened, index];
   for (let i = 1; i < bytes.length; i++) bytes[i] += bytes[i - 1]; // packed as differences
   gallery = (pack.gallery?.labels ?? []).map((label, i) => {
     const size = numPixels(), pixels = bytes.subarray(i * size, (i + 1) * size);
@@ -64,7 +64,7 @@ async function open(index) {
 }
 
 function layerShown() {
-  return pack.kind === "text" ? model.blocks[state.block].layer : model.layer;
+  return model.layer;
 }
 
 /** The bytes of an image: channels × height × width. */
@@ -175,8 +175,7 @@ function paint() {
   $("forward").disabled = step === last;
   $("step-text").textContent = describeStep(step);
   $("budget").value = state.budget ?? layerShown().M;
-  const perBlock = pack.kind === "text" ? " per block" : "";
-  $("budget-text").textContent = state.budget === null ? "no limit" : `at most ${plural(state.budget, "expert")}${perBlock}`;
+  $("budget-text").textContent = state.budget === null ? "no limit" : `at most ${plural(state.budget, "expert")}`;
   $("confidence").value = Math.round(100 * (state.confidence ?? 1));
   $("confidence-text").textContent = state.confidence === null ? "off" : percent(state.confidence);
   $("seed").value = state.seed;
@@ -316,7 +315,6 @@ function writeAddress() {
   if (state.step !== null) query.set("step", state.step);
   if (state.node !== null) query.set("node", state.node);
   if (isText) query.set("byte", state.byte);
-  if (isText && state.block) query.set("block", state.block);
   if (isText && state.colour !== "count") query.set("colour", state.colour);
   history.replaceState(null, "", `#${query}`);
 }
@@ -342,7 +340,6 @@ async function show(query) {
     colour: query.get("colour") === "first" ? "first" : "count",
   });
   if (pack.kind === "text") {
-    state.block = numberIn(query, "block", model.blocks.length - 1, 0);
     document.querySelector(`[name=colour][value=${state.colour}]`).checked = true;
     openTexts();
     return update();

@@ -6,14 +6,6 @@ const OKABE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00",
 
 function openTexts() {
   $("text").value = state.text;
-  const choices = model.blocks.map((_, b) => make("label", {}, make("input", {
-    type: "radio", name: "block", value: b, checked: b === state.block && "checked",
-    onchange: () => {
-      Object.assign(state, { block: b, step: null, node: null });
-      update();
-    },
-  }), ` ${b + 1}`));
-  $("block-choice").replaceChildren(make("legend", {}, "Block"), ...choices);
 }
 
 /** Run the text, as much as fits into a slice of time; the rest follows after a paint. */
@@ -28,8 +20,8 @@ function updateText(options) {
   clearTimeout(nextSlice);
   if (textResults.length < inputs.length) nextSlice = setTimeout(update, FRAME_MS);
   if (state.byte === null || state.byte >= inputs.length) state.byte = inputs.length - 1;
-  const { routes, logits } = textResults[byteShown()];
-  result = { ...routes[state.block], logits };
+  const { route, logits } = textResults[byteShown()];
+  result = { ...route, logits };
 }
 
 /** The byte chosen, or the last one computed so far. */
@@ -60,11 +52,11 @@ function colours() {
     const of = (expert) => readable(hex(OKABE[expert % OKABE.length]));
     const { N } = layerShown(), none = { back: "transparent", ink: "inherit" };
     return {
-      of: textResults.map(({ routes }) => (routes[state.block].nodes.length ? of(routes[state.block].nodes[0] % N) : none)),
-      legend: Array.from({ length: N }, (_, i) => ({ name: i + 1, ...of(i) })), caption: `first expert in block ${state.block + 1}:`,
+      of: textResults.map(({ route }) => (route.nodes.length ? of(route.nodes[0] % N) : none)),
+      legend: Array.from({ length: N }, (_, i) => ({ name: i + 1, ...of(i) })), caption: "first expert:",
     };
   }
-  const counts = textResults.map(({ routes }) => sum(routes.map(({ nodes }) => nodes.length)));
+  const counts = textResults.map(({ route }) => route.nodes.length);
   const low = Math.min(...counts), high = Math.max(...counts), of = (num) => readable(viridis(high > low ? (num - low) / (high - low) : 0.5));
   const marks = [...new Set([0, 0.25, 0.5, 0.75, 1].map((share) => Math.round(low + share * (high - low))))];
   return { of: counts.map(of), legend: marks.map((num) => ({ name: num, ...of(num) })), caption: "number of experts, all blocks:" };
@@ -73,7 +65,7 @@ function colours() {
 function paintBytes() {
   const { of, legend, caption } = colours(), hadFocus = document.activeElement?.parentElement === $("bytes");
   const spans = characters().map(({ letter, byte }) => {
-    const nodes = textResults[byte]?.routes[state.block].nodes ?? [], isChosen = byte === byteShown();
+    const nodes = textResults[byte]?.route.nodes ?? [], isChosen = byte === byteShown();
     const { back, ink } = of[byte] ?? { back: "transparent", ink: "inherit" };
     const span = make("span", {
       role: "button", tabindex: isChosen ? 0 : -1, "aria-pressed": isChosen, class: nodes.includes(state.node) ? "uses" : "",

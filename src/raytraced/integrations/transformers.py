@@ -3,7 +3,7 @@
 Importing this file registers them with transformers' Auto classes, which then read the folders that
 `raytraced.save_pretrained` writes.
 
-Axes: B batch, T tokens, S tokens with those of the cache, D width, V vocabulary, C blocks, L layers, N experts per layer.
+Axes: B batch, T tokens, S tokens with those of the cache, D width, V vocabulary, L blocks, N experts per block.
 """
 
 import math
@@ -44,7 +44,7 @@ except ImportError as error:
 
 IGNORED = -100  # label of a token without a target
 # Limits of a configuration, which may come from elsewhere: a model beyond them would take hours to build.
-MOST_BLOCKS, MOST_PARTS, MOST_TENSORS = 1_000, 10_000_000, 1_000  # MOST_TENSORS: of one block
+MOST_BLOCKS, MOST_PARTS, MOST_TENSORS = 1_000, 10_000_000, 1_000  # MOST_TENSORS: of five blocks
 
 
 @strict
@@ -57,8 +57,10 @@ class RaytracedConfig(PreTrainedConfig):
         num_hidden_layers: Number of decoder blocks.
         num_attention_heads: Number of attention heads per block.
         max_position_embeddings: Largest number of tokens of a text.
-        layer: Name of the routed layer in every block, for example "mre" or "top-k".
-        layer_options: Options of the routed layers; defaults are filled in, old names are translated.
+        layer: Name of the router, for example "mre" or "top-k".
+        layer_options: Options of the router and the experts; defaults are filled in, old names are translated.
+        routing_input: What the router reads; see `raytraced.GPT`.
+        routing_dim: Width of the routing embedding, where there is one.
         tokenizer: Content of a tokenizer file; None for bytes.
         task: Task of the model's card.
         data: Name of the data set that the model was trained on.
@@ -81,6 +83,8 @@ class RaytracedConfig(PreTrainedConfig):
     max_position_embeddings: int = 128
     layer: str = "mre"
     layer_options: dict[str, Any] | None = None
+    routing_input: str | None = None
+    routing_dim: int | None = None
     tokenizer: str | None = None
     task: str | None = None
     data: str | None = None
@@ -107,10 +111,10 @@ class RaytracedConfig(PreTrainedConfig):
 
 @dataclass
 class RaytracedOutput(CausalLMOutputWithPast):
-    """Loss, logits and cache, as transformers' output has them, and the routing of every block."""
+    """Loss, logits and cache, as transformers' output has them, and the routing."""
 
     num_experts: Tensor | None = None  # (B, T), number of experts that each token ran, summed over the blocks
-    expert_load: Tensor | None = None  # (B, C, L, N), share of a text's tokens that ran each expert, without padding
+    expert_load: Tensor | None = None  # (B, L, N), share of a text's tokens that ran each expert, without padding
     router_loss: Tensor | None = None  # (), the routers' own loss where they have one; part of `loss`
 
 
@@ -181,10 +185,10 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
             inputs_embeds: Vectors (B, T, D) in place of tokens.
             labels: Targets (B, T), -100 where there is none; with them the output has a loss.
             use_cache: Whether to return the cache; the configuration's choice by default, False with labels.
-            max_experts: Largest number of experts that a token runs per block.
+            max_experts: Largest number of experts that a token runs, all blocks together.
 
         Returns:
-            RaytracedOutput with logits (B, T, V), num_experts (B, T) and expert_load (B, C, L, N).
+            RaytracedOutput with logits (B, T, V), num_experts (B, T) and expert_load (B, L, N).
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: give exactly one of them")
@@ -213,16 +217,16 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
                 num_items = kwargs.get("num_items_in_batch")  # targets of all batches that make up a step
                 num_here = (labels[:, 1:] != IGNORED).sum()
                 loss = loss + out.loss * (1 if num_items is None else num_here / num_items)
-        active_BCTLN = torch.stack([route.active.detach() for route in out.routes], 1)
+        active_BTLN = out.routes[0].active.detach()
         num_tokens: Tensor | int = inputs.shape[1]
         if mask_BS is not None:
-            num_tokens = mask_BS[:, -inputs.shape[1] :].sum(1).clamp_min(1)[:, None, None, None]
+            num_tokens = mask_BS[:, -inputs.shape[1] :].sum(1).clamp_min(1)[:, None, None]
         return RaytracedOutput(
             loss=loss,
             logits=out.logits,
             past_key_values=past_key_values if use_cache else None,
             num_experts=out.num_experts,
-            expert_load=active_BCTLN.sum(2) / num_tokens,
+            expert_load=active_BTLN.sum(1) / num_tokens,
             router_loss=out.loss,
         )
 
@@ -238,6 +242,7 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
         """
         embedding: nn.Module = super().resize_token_embeddings(*args, **options)
         self.model.vocab_size = self.config.vocab_size
+        self.model.resize_routing_embedding()
         self.model.card = self.config.card()
         return embedding
 
@@ -246,8 +251,8 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
         """Draw the weights that a file lacks, as the model's own classes draw them; loaded weights stay as they are."""
         held = (*module.parameters(), *module.buffers())
         loaded = [(own, own.clone()) for own in held if getattr(own, "_is_hf_initialized", False)]
-        if isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
+        if module is self.model.embedding:
+            nn.init.normal_(self.model.embedding.weight, std=self.model.embedding.embedding_dim**-0.5)
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
         elif isinstance(module, nn.ParameterDict) and "weight" in module:  # the entry gate
@@ -268,10 +273,10 @@ def check_size_of_config(card: ModelCard) -> None:
     rule = f"the layer would have {num_parts:,} parts; must be at most {MOST_PARTS:,}"
     require(num_parts <= MOST_PARTS, largest, counts.get(largest), rule)
     with torch.device("meta"), limit_tensors(MOST_TENSORS):
-        shallow = build(card.model, **card.spec | {"depth": 1}, **card.options)
+        shallow = [build(card.model, **card.spec | {"depth": few}, **card.options) for few in (2, 3)]
     if hasattr(os, "sysconf"):  # not on Windows
-        sizes_of_parts = {name: parameter.nbytes for name, parameter in shallow.named_parameters()}
-        num_bytes = sum(size * (depth if name.startswith("blocks.") else 1) for name, size in sizes_of_parts.items())
+        two, three = (sum(parameter.nbytes for parameter in one.parameters()) for one in shallow)
+        num_bytes = two + (depth - 2) * (three - two)  # beyond two blocks, every block adds the same
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         sizes = f"its weights take {num_bytes / 1e9:,.0f} GB, the machine has {available / 1e9:,.0f} GB"
         require(num_bytes <= available, "model", card.model, f"{sizes}; make it smaller")

@@ -27,6 +27,8 @@ TRANSFORMERS_NAMES = {
     "num_heads": "num_attention_heads",
     "context": "max_position_embeddings",
     "tokenizer": "tokenizer",
+    "routing_input": "routing_input",
+    "routing_dim": "routing_dim",
 }
 
 

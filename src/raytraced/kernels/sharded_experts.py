@@ -119,16 +119,28 @@ class ShardedExperts(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(_shard(weight, mesh)) for weight in weights)
         self.biases = nn.ParameterList(nn.Parameter(_shard(bias, mesh)) for bias in biases)
 
-    def forward(self, hidden_BD: Tensor, active_BLN: Tensor, mix_BLN: Tensor, stream: Stream, exits: bool) -> Tensor:
-        """What `raytraced.experts.run_sparse` computes; every process of the mesh must call it, with rows or without."""
+    def forward(
+        self,
+        hidden_BD: Tensor,
+        active_BLN: Tensor,
+        mix_BLN: Tensor,
+        stream: Stream,
+        exits: bool,
+        only: int | None = None,
+    ) -> Tensor:
+        """What `raytraced.experts.run_sparse` computes; every process of the mesh must call it, with rows or without.
+
+        `only`: the number of one layer, which is run alone; the mask and the weights are then (B, 1, N).
+        """
         plan = Exchange(active_BLN, self.mesh)
         local = [
             [part.unbind(0) for part in _local(stack, plan.num_processes)] for stack in (self.weights, self.biases)
         ]
+        first, num_layers = (0, self.num_layers) if only is None else (only, 1)
 
         hidden, mix = list(hidden_BD.split(plan.rows)), mix_BLN.split(plan.rows)
         travelling: dict[int, tuple[Tensor, _Handle]] = {}  # by third
-        updates: list[list[Tensor]] = [[] for _ in range(self.num_layers)]
+        updates: list[list[Tensor]] = [[] for _ in range(num_layers)]
 
         def send(layer: int, third: int) -> None:
             rows_P, _ = plan.pairs[layer][third]
@@ -136,7 +148,7 @@ class ShardedExperts(nn.Module):
             travelling[third] = _Start.apply(hidden[third][rows_P], handle), handle
 
         def work(layer: int, third: int) -> None:
-            weights, biases = ([part[layer] for part in stack] for stack in local)
+            weights, biases = ([part[first + layer] for part in stack] for stack in local)
             arrived_PD = _Finish.apply(*travelling[third])
             result_PD = run_local(weights, biases, arrived_PD, plan.pieces(layer, third))
             handle = plan.handle(layer, third, back=True)
@@ -152,25 +164,37 @@ class ShardedExperts(nn.Module):
 
         for third in THIRDS:
             send(0, third)
-        turns = [(layer, third) for layer in range(self.num_layers) for third in THIRDS]
+        turns = [(layer, third) for layer in range(num_layers) for third in THIRDS]
         for index, turn in enumerate(turns):
             work(*turn)
             if index:  # what the turn before found came home meanwhile; its rows leave for the next layer
                 layer, third = turns[index - 1]
                 combine(layer, third)
-                if layer + 1 < self.num_layers:
+                if layer + 1 < num_layers:
                     send(layer + 1, third)
         combine(*turns[-1])
-        return run_stream(stream, self.num_layers, hidden_BD, lambda layer, _: torch.cat(updates[layer]), exits)
+        return run_stream(stream, num_layers, hidden_BD, lambda layer, _: torch.cat(updates[layer]), exits)
 
     def run_layer(self, layer: int, hidden_BD: Tensor) -> Tensor:
         raise ValueError("experts on several processes: cannot run on every row; use mask_gradient=active")
 
-    def unstacked(self, *args: Any) -> Any:
-        raise ValueError("experts on several processes: need the whole path first; use a layer that plans it")
+    def unstacked(self, *args: Any) -> list["ShardedLayer"]:
+        return [ShardedLayer(self, layer) for layer in range(self.num_layers)]
 
     def extra_repr(self) -> str:
         return f"{self.num_layers} layers of {self.num_experts}, on {self.mesh.size()} processes"
+
+
+class ShardedLayer:
+    """One layer of sharded experts as a grid of its own, for a decoder, whose attention runs between two layers."""
+
+    num_layers = 1
+
+    def __init__(self, experts: ShardedExperts, layer: int) -> None:
+        self.experts, self.layer = experts, layer
+
+    def run_layer(self, layer: int, hidden_BD: Tensor) -> Tensor:
+        return self.experts.run_layer(self.layer, hidden_BD)
 
 
 def _shard(parameter: Tensor, mesh: "DeviceMesh") -> Tensor:
@@ -207,12 +231,16 @@ def run_local(weights: list[Tensor], biases: list[Tensor], arrived_PD: Tensor, p
 
 def unsupported_reason(experts: Any, *args: Any, **options: Any) -> str | None:
     """Why these experts are no matter of several processes."""
-    return None if isinstance(experts, ShardedExperts) else "all experts are in this process"
+    return None if isinstance(experts, ShardedExperts | ShardedLayer) else "all experts are in this process"
 
 
 def run(
     experts: Any, hidden_BD: Tensor, active_BLN: Tensor, weights_BLN: Tensor, stream: Stream, exits: bool = False
 ) -> Tensor:
     """Through the module's own entrance, before which FSDP gathers its parameters."""
-    result: Tensor = experts(hidden_BD, active_BLN, weights_BLN, stream, exits)
+    if isinstance(experts, ShardedLayer):
+        experts, only = experts.experts, experts.layer
+    else:
+        only = None
+    result: Tensor = experts(hidden_BD, active_BLN, weights_BLN, stream, exits, only)
     return result

@@ -1,20 +1,26 @@
-"""A language model: a decoder whose feed-forward parts are routed layers.
+"""A language model: a decoder with one grid of experts, a layer of it per block, and one path per token through all blocks.
 
-Axes: B batch, T tokens, S tokens that may be attended to, D width, H heads, E = D / H width of a head,
-V vocabulary size.
+Axes: B batch, T tokens, n tokens without padding, S tokens that may be attended to, D width, H heads, E = D / H width of a
+head, V vocabulary size, R width of what the router reads, L blocks, N experts per block.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from raytraced.errors import require
-from raytraced.layer import Call, Cost, LayerOutput, RoutedLayer
+from raytraced import kernels
+from raytraced.errors import require, require_one_of
+from raytraced.layer import Call, Choice, Cost, GridSteps, LayerOutput, RoutedLayer, shape_route, spread_route
 from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost, num_parameters
+from raytraced.models.paths import Paths, PathTables, choose_rows, describe_paths
 
+RoutingInput = Literal["block", "token", "embedding", "first-block"]
+PolicyLossFn = Callable[[Tensor], Tensor]
+
+ROUTING_DIM = 16  # default width of a routing embedding
 BASE = 10_000.0  # of the rotary wavelengths
 
 
@@ -41,10 +47,11 @@ class KVCache:
 
 
 class Drawn(NamedTuple):
-    """A token drawn for each text, and how many experts ran for its logits, all blocks together."""
+    """A token drawn for each text, how many experts ran for its logits, and, where it is known, its own path."""
 
     tokens: Tensor  # (B,)
-    num_experts: Tensor  # (B,)
+    num_experts: Tensor  # (B,), all blocks together
+    paths: Paths | None = None  # (B, …), of the tokens drawn: which experts will run when these are read
 
 
 def rotate(heads_BHTE: Tensor, positions_T: Tensor) -> Tensor:
@@ -82,60 +89,149 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a routed layer, each on normalised vectors and added to the residual stream."""
+    """A block of the decoder without its experts: attention, and the norms before both parts."""
 
-    def __init__(self, layer: RoutedLayer, dim: int, num_heads: int) -> None:
+    def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         self.norm_attention, self.attention = nn.LayerNorm(dim), Attention(dim, num_heads)
-        self.norm_layer, self.layer = nn.LayerNorm(dim), layer
+        self.norm_experts = nn.LayerNorm(dim)
 
-    def forward(self, x_BTD: Tensor, *place: Any, **call: Any) -> tuple[Tensor, LayerOutput]:
-        x_BTD = x_BTD + self.attention(self.norm_attention(x_BTD), *place)
-        out: LayerOutput = self.layer(self.norm_layer(x_BTD), **call)
-        # `update`, not `hidden`: the residual stream of the decoder holds vectors before the norm.
-        return x_BTD + out.update, out
+    def forward(
+        self,
+        x_BTD: Tensor,
+        positions_T: Tensor,
+        mask_BTS: Tensor | None,
+        cache: KVCache | None,
+        number: int,
+        experts: "ExpertPass",
+    ) -> Tensor:
+        """The residual stream (B, T, D) after the attention and the experts of this block, each added to it."""
+        attended_BTD = self.attention(self.norm_attention(x_BTD), positions_T, mask_BTS, cache, number)
+        x_BTD = x_BTD + attended_BTD
+        return x_BTD + experts.update(number, self.norm_experts(x_BTD))
+
+
+class ExpertPass:
+    """One pass of tokens through the experts of all blocks; padding takes no part in it.
+
+    Args:
+        layer: The grid of experts, a layer per block, and its router.
+        call: Options of the call; `rows` (B, T).
+        mask_BT: False where there is padding; None: no padding.
+    """
+
+    def __init__(self, layer: RoutedLayer, call: Call, mask_BT: Tensor | None) -> None:
+        assert call.rows is not None
+        self.layer, self.shape = layer, call.rows.shape
+        self.kept_n = None if mask_BT is None else mask_BT.flatten().nonzero()[:, 0]
+        self.call = call._replace(rows=self.flat(call.rows))
+        self.plan: Choice | None = None
+        self.steps: GridSteps | None = None
+
+    def flat(self, values: Tensor) -> Tensor:
+        """The values (B, T, …) of tokens that are not padding (n, …)."""
+        flat = values.flatten(0, 1)
+        return flat if self.kept_n is None else flat[self.kept_n]
+
+    def update(self, block: int, hidden_BTD: Tensor) -> Tensor:
+        """What the experts of a block add (B, T, D), given its normalised vectors."""
+        hidden_nD = self.flat(hidden_BTD)
+        if self.steps is None:
+            # Where no path was planned before: a router may plan all blocks by what reaches the first one.
+            plan = self.plan or self.layer.router.plan(hidden_nD, self.call)
+            self.steps = GridSteps(self.layer, hidden_nD, self.call, plan)
+        update_nD = self.steps.update_layer(block, hidden_nD)
+        if self.kept_n is not None:
+            none_BD = update_nD.new_zeros(self.shape.numel(), update_nD.shape[-1])
+            update_nD = none_BD.index_copy(0, self.kept_n, update_nD)
+        return update_nD.view(hidden_BTD.shape)
+
+    def output(self, hidden_BTD: Tensor) -> LayerOutput:
+        """After the last block: the route of every token, and the router's losses."""
+        assert self.steps is not None
+        (route, loss, policy_loss_fn), kept_n = self.steps.result(), self.kept_n
+        if kept_n is not None:
+            route = spread_route(route, kept_n, self.shape.numel())
+        return LayerOutput(hidden_BTD, shape_route(route, self.shape), loss, on_rows(policy_loss_fn, kept_n))
+
+
+def on_rows(policy_loss_fn: PolicyLossFn | None, kept_n: Tensor | None) -> PolicyLossFn | None:
+    """The loss of decisions as a function of the losses of all rows, padding included."""
+    if policy_loss_fn is None or kept_n is None:
+        return policy_loss_fn
+    return lambda losses_B: policy_loss_fn(losses_B[kept_n])
 
 
 class GPT(Model):
     """A decoder with routed experts: pre-norm, rotary positions, output weights tied to the embedding.
 
-    A budget holds per block: with `max_experts=2` a token runs at most two experts in each of them. A block's output is the
-    next block's input, so an answer with another budget is computed from the start.
+    All blocks together have one grid of experts and one router: a layer of the grid is a block of the decoder, and attention
+    stands between two layers. A router that plans (MRE, planned top-k) chooses a token's path through all blocks at once;
+    any other router chooses in every block, by the vectors that reach its experts.
+
+    `max_experts` counts the experts of all blocks together. What a block computes is the next block's input, so an answer
+    with another budget is computed from the start.
 
     Args:
-        make_layer: Makes the routed layer of a block; called once per block.
+        make_layer: Makes the grid and its router; called once with `num_layers`, the number of blocks, and `routing_dim`.
         dim: Width of the hidden vectors.
-        depth: Number of blocks.
+        depth: Number of blocks, and of layers of the grid.
         num_heads: Number of attention heads.
         context: The most tokens that the model can attend to.
         vocab_size: Number of different tokens.
         tokenizer: A tokenizer as JSON text, kept with the model; None: tokens are bytes.
+        routing_input: What the router reads: the vectors that reach each block's experts ("block"), for routers that do not
+            plan; for those that do: a routing embedding of the token ("token"), the model's embedding ("embedding"), or the
+            vectors that reach the first block's experts ("first-block"), which depend on the text before, too.
+        routing_dim: Width of the routing embedding. Default: 16.
     """
 
     layer_defaults: ClassVar = {"dim": 96, "hidden": 192, "num_hidden": 1, "weighting": "rates", "input_rank": 16}
 
     def __init__(
         self,
-        make_layer: Callable[[], RoutedLayer],
+        make_layer: Callable[..., RoutedLayer],
         dim: int,
         depth: int = 2,
         num_heads: int = 4,
         context: int = 128,
         vocab_size: int = 256,
         tokenizer: str | None = None,
+        routing_input: RoutingInput = "block",
+        routing_dim: int | None = None,
     ) -> None:
         super().__init__()
         counts = {"depth": depth, "num_heads": num_heads, "context": context, "vocab_size": vocab_size}
+        counts |= {} if routing_dim is None else {"routing_dim": routing_dim}
         for name, value in counts.items():
             require(type(value) is int and value >= 1, name, repr(value), "must be a whole number, at least 1")
         require(dim % (2 * num_heads) == 0, "dim", dim, f"must be a multiple of 2 · num_heads={2 * num_heads}")
+        require_one_of("routing_input", routing_input, get_args(RoutingInput))
         self.context, self.vocab_size, self.tokenizer = context, vocab_size, tokenizer
+        rule = f"is the width of the routing embedding; leave it out with routing_input={routing_input}"
+        require(routing_dim is None or routing_input == "token", "routing_dim", routing_dim, rule)
+        self.routing_input: RoutingInput = routing_input
+        self.routing_dim = routing_dim or (ROUTING_DIM if routing_input == "token" else None)
         self.embedding = nn.Embedding(vocab_size, dim)
         # logits of about 1 at the start; the stream gets them times √D, vectors of about 1 in every entry
         nn.init.normal_(self.embedding.weight, std=dim**-0.5)
-        self.blocks = nn.ModuleList(Block(make_layer(), dim, num_heads) for _ in range(depth))
+        self.routing_embedding = None if self.routing_dim is None else nn.Embedding(vocab_size, self.routing_dim)
+        self.blocks = nn.ModuleList(Block(dim, num_heads) for _ in range(depth))
+        self.layer = make_layer(num_layers=depth, routing_dim=self.routing_dim)
+        if self.routing_embedding is not None:
+            self.routing_embedding.requires_grad_(self.layer.router.learns)
+        planned = routing_input != "block"
+        rule = "must be token, embedding or first-block" if self.layer.router.plans else "must be block"
+        router = type(self.layer.router).__name__
+        require(planned == self.layer.router.plans, "routing_input", routing_input, f"{rule} with the router {router}")
         self.norm = nn.LayerNorm(dim)
-        self.answers_along_the_way = self.routed_layers()[0].answers_along_the_way
+        self.answers_along_the_way = self.layer.answers_along_the_way
+        self.path_tables = PathTables()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training or evaluation mode; looked-up paths are computed anew."""
+        self.path_tables.clear()
+        return super().train(mode)
 
     def answer(
         self,
@@ -155,14 +251,16 @@ class GPT(Model):
         start = 0 if cache is None else cache.get_seq_length()
         positions_T = torch.arange(start, start + encoded.shape[1], device=encoded.device)
         rows_B = torch.arange(len(encoded), device=encoded.device) if call.rows is None else call.rows
-        options = call._replace(rows=rows_B[:, None] * self.context + positions_T)._asdict()
-        options["mask"] = None if mask is None else mask[:, start:]
+        call = call._replace(rows=rows_B[:, None] * self.context + positions_T)
+        experts = ExpertPass(self.layer, call, None if mask is None else mask[:, start:])
         mask_BTS = causal_mask(positions_T, start, mask)
-        x_BTD, layers = self.embed(encoded) * self.embedding.embedding_dim**0.5, []
+        x_BTD = self.embed(encoded) * self.embedding.embedding_dim**0.5
+        if self.path_follows_token:
+            experts.plan = self.plan_tokens(experts.flat(encoded), experts.call)
         for number, block in enumerate(self.blocks):
-            x_BTD, out = block(x_BTD, positions_T, mask_BTS, cache, number, **options)
-            layers.append(out)
-        return gathered(linear(self.norm(x_BTD), self.embedding.weight), layers, sample_loss_fn)
+            x_BTD = block(x_BTD, positions_T, mask_BTS, cache, number, experts)
+        logits_BTV = linear(self.norm(x_BTD), self.embedding.weight)
+        return gathered(logits_BTV, [experts.output(x_BTD)], sample_loss_fn)
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """The embeddings of tokens (B, T, D), or the vectors that were given in their place."""
@@ -173,6 +271,100 @@ class GPT(Model):
         except IndexError as error:  # not checked before: that would wait for a GPU
             raise ValueError(f"tokens: some are not in 0 … {self.vocab_size - 1}, the vocabulary") from error
         return vectors_BTD
+
+    @property
+    def path_follows_token(self) -> bool:
+        """Whether a token's path through all blocks depends on the token alone."""
+        return self.routing_input in ("token", "embedding")
+
+    def plan_tokens(self, tokens_n: Tensor, call: Call) -> Choice:
+        """The paths of tokens (n,), or of embeddings (n, D) given in their place, before any block runs."""
+        router = self.layer.router
+        if tokens_n.is_floating_point():
+            rule = "routes by tokens; give these, not embeddings"
+            require(self.routing_input != "token", "routing_input", self.routing_input, rule)
+            plan = router.plan(tokens_n * self.embedding.embedding_dim**0.5, call)
+        elif not router.alike(call):
+            plan = router.plan(self.routing_vectors(tokens_n), call)
+        elif self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            if len(tokens_n) < self.vocab_size:
+                plan = router.plan(self.routing_vectors(tokens_n), call)
+            else:  # each word once
+                plan = choose_rows(self.plan_vocabulary(call), tokens_n)
+        else:
+            parameters = [*router.parameters(), *router.buffers(), self.routing_weight]
+            table = self.path_tables.find(parameters, call.max_experts, lambda: self.plan_vocabulary(call))
+            plan = choose_rows(table, tokens_n)
+        assert plan is not None  # of a router that plans
+        return plan
+
+    def plan_vocabulary(self, call: Call) -> Choice:
+        """The paths of all words of the vocabulary."""
+        words_V = torch.arange(self.vocab_size, device=self.routing_weight.device)
+        plan = self.layer.router.plan(self.routing_vectors(words_V), call._replace(rows=None))
+        assert plan is not None
+        return plan
+
+    @property
+    def routing_weight(self) -> nn.Parameter:
+        """The embedding by which paths are planned (V, R)."""
+        return (self.embedding if self.routing_embedding is None else self.routing_embedding).weight
+
+    def routing_parameters(self) -> list[nn.Parameter]:
+        return [] if self.routing_embedding is None else [self.routing_embedding.weight]
+
+    @torch.no_grad()
+    def resize_routing_embedding(self) -> None:
+        """Give the routing embedding as many rows as the vocabulary has words; new rows are drawn, others stay."""
+        if self.routing_embedding is not None and len(self.routing_embedding.weight) != self.vocab_size:
+            old_VR = self.routing_embedding.weight
+            new_VR = torch.randn(self.vocab_size, old_VR.shape[1]).to(old_VR)
+            num = min(len(old_VR), self.vocab_size)
+            new_VR[:num] = old_VR[:num]
+            self.routing_embedding = nn.Embedding.from_pretrained(new_VR, freeze=not old_VR.requires_grad)
+
+    def routing_vectors(self, tokens_n: Tensor) -> Tensor:
+        """What the router reads of tokens (n,): the routing embedding, or the embedding as the first block gets it (n, R)."""
+        if self.routing_embedding is not None:
+            vectors_nR: Tensor = self.routing_embedding(tokens_n)
+            return vectors_nR
+        return self.embed(tokens_n) * self.embedding.embedding_dim**0.5
+
+    @torch.no_grad()
+    def plan(self, tokens: Tensor, *, max_experts: int | None = None) -> Paths:
+        """Find the paths of tokens through all blocks; nothing runs.
+
+        Args:
+            tokens: Tokens of any shape (...).
+            max_experts: At most this many experts per token, all blocks together. Default: no limit.
+
+        Returns:
+            Paths with `active` (..., L, N), `weights` (..., L, N), `nodes` (..., S) in order of activation, `num_active`
+            (...) and `macs` (...); its `experts_by_block()` are the experts to fetch.
+        """
+        if not self.path_follows_token:
+            rule = "a token's path depends on the text before it; only with token or embedding is it known beforehand"
+            require(False, "routing_input", self.routing_input, f"{self.name}: {rule}")
+        require(not tokens.is_floating_point(), "tokens", tokens.dtype, "must be whole numbers")
+        inside = not tokens.numel() or (0 <= int(tokens.min()) and int(tokens.max()) < self.vocab_size)
+        require(inside, "tokens", "[…]", f"some are not in 0 … {self.vocab_size - 1}, the vocabulary")
+        return self.describe(tokens, Call("greedy", max_experts))
+
+    def describe(self, tokens: Tensor, call: Call) -> Paths:
+        """The paths of tokens (...) that are known to be words of the vocabulary."""
+        choice = self.plan_tokens(tokens.flatten(), call)
+        return describe_paths(choice, kernels.expert_macs(self.layer.experts, self.layer.dim), tokens.shape)
+
+    def paths(self, *, max_experts: int | None = None) -> Paths:
+        """The table of all paths: one row for every word of the vocabulary.
+
+        Args:
+            max_experts: At most this many experts per token, all blocks together. Default: no limit.
+
+        Returns:
+            Paths with the leading shape (V,), as from `plan`.
+        """
+        return self.plan(torch.arange(self.vocab_size, device=self.embedding.weight.device), max_experts=max_experts)
 
     def check(self, tokens_BT: Tensor, mask: Tensor | None, cache: KVCache | None) -> None:
         """Refuse an input that is not a batch of tokens or of embeddings, or that is too long."""
@@ -186,18 +378,19 @@ class GPT(Model):
         require(fits, "mask", getattr(mask, "shape", None), f"must be ({len(tokens_BT)}, {length}), all tokens so far")
 
     def cost(self, inputs: Tensor, out: Output) -> dict[str, Cost]:
+        """What each token cost, by part; a path that depends on the token alone is looked up and costs nothing."""
         head = Cost(self.embedding.weight.numel(), self.embedding.weight.numel() + num_parameters(self.norm))
         # the attention scores of a token, and the weighted sum of values, over all tokens up to its own
         attended_T = 2 * self.embedding.embedding_dim * torch.arange(1, inputs.shape[1] + 1, device=inputs.device)
-        total = {"input": Cost(0, 0), "routing": Cost(0, 0), "experts": Cost(0, 0), "head": head}
-        for block, route in zip(self.blocks, out.routes, strict=True):
+        macs, parameters = 0 * attended_T, 0
+        for block in self.blocks:
             assert isinstance(block, Block)
-            own = [linear_cost(block.attention.inputs), linear_cost(block.attention.output)]
-            own += [Cost(attended_T, num_parameters(block.norm_attention) + num_parameters(block.norm_layer))]
-            for name, part in [*(("input", each) for each in own), *block.layer.cost(route).items()]:
-                sums = total[name]
-                total[name] = Cost(sums.macs + part.macs, sums.parameters + part.parameters)
-        return total
+            parts = (linear_cost(block.attention.inputs), linear_cost(block.attention.output))
+            macs = macs + attended_T + sum(int(part.macs) for part in parts)
+            parameters += num_parameters(block)
+        grid = self.layer.cost(out.routes[0])
+        routing = Cost(0, 0) if self.path_follows_token else grid["routing"]
+        return {"input": Cost(macs, parameters), "routing": routing, "experts": grid["experts"], "head": head}
 
     @torch.no_grad()
     def generate(
@@ -220,12 +413,12 @@ class GPT(Model):
             num_tokens: How many tokens to draw.
             temperature: Divides the logits; 0 takes the likeliest token.
             top_p: Draw from the likeliest tokens whose probabilities sum to this.
-            max_experts: At most this many experts per token and block. Default: no limit.
+            max_experts: At most this many experts per token, all blocks together. Default: no limit.
             generator: Source of random numbers. Default: PyTorch's global generator.
             cached: Whether to keep keys and values; False computes every window from the start, with the same result.
 
         Yields:
-            Drawn with `tokens` (B,) and `num_experts` (B,).
+            Drawn with `tokens` (B,), `num_experts` (B,), and `paths` of these tokens where the token alone decides.
         """
         require(temperature >= 0, "temperature", temperature, "must not be negative")
         require(0 < top_p <= 1, "top_p", top_p, "must lie in 0 … 1 (0 excluded)")
@@ -241,7 +434,8 @@ class GPT(Model):
                 out = self(text_BT[:, start:], max_experts=max_experts)
             token_B = draw_token(out.logits[:, -1], temperature, top_p, generator)
             text_BT = torch.cat((text_BT, token_B[:, None]), 1)
-            yield Drawn(token_B, out.num_experts[:, -1])
+            paths = self.describe(token_B, Call("greedy", max_experts)) if self.path_follows_token else None
+            yield Drawn(token_B, out.num_experts[:, -1], paths)
 
 
 def causal_mask(positions_T: Tensor, start: int, mask_BS: Tensor | None) -> Tensor | None:

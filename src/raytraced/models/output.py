@@ -77,7 +77,7 @@ class Model(nn.Module):
         Args:
             inputs: Images (B, channels, height, width) or tokens (B, T).
             select: How raytraced layers choose the next node: "greedy" or "sample". Default: greedy in evaluation.
-            max_experts: At most this many experts run per sample (per token and block in a language model).
+            max_experts: At most this many experts run per sample; in a language model per token, all blocks together.
             budgets: For each of these numbers, also the answer with at most that many experts: `Output.answers`.
             exits: Whether to return the logits after each step too: `Output.exits`.
             sample_loss_fn: In training, for models that learn from more than their last answer: logits -> loss (B,).
@@ -234,6 +234,11 @@ class Model(nn.Module):
     def routed_layers(self) -> list[RoutedLayer]:
         """All routed layers, from the input to the output."""
         return [module for module in self.modules() if isinstance(module, RoutedLayer)]
+
+
+    def routing_parameters(self) -> list[nn.Parameter]:
+        """Parameters outside of routed layers that serve routing alone: they train with the routers' learning rate."""
+        return []
 
 
 def gathered(logits: Tensor, layers: Sequence[LayerOutput], sample_loss_fn: SampleLossFn | None = None) -> Output:

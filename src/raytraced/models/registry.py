@@ -40,18 +40,20 @@ class ModelInfo:
     """more defaults, which hold in every family"""
     model: str | None = None
     """ "module:Class" of the whole, where the family's own does not do"""
+    routing_input: str = "block"
+    """default of a language model's option `routing_input`; "block": the router does not plan, and there is no other"""
 
 
 MLP, EXITS = "routers.dense:MLPLayers", "models.multi_exit:MultiExit"
 RAYTRACED = "routers.raytraced:RaytracedExperts"
 
 MODELS = {
-    "mre": ModelInfo(RAYTRACED, GRID, "Perin 2025, ours", adaptive=True, anytime=True),
-    "mre-paper": ModelInfo(RAYTRACED, GRID, "Perin 2025", adaptive=True, anytime=True, recipe=PAPER),
+    "mre": ModelInfo(RAYTRACED, GRID, "Perin 2025, ours", adaptive=True, anytime=True, routing_input="token"),
+    "mre-paper": ModelInfo(RAYTRACED, GRID, "Perin 2025", True, True, recipe=PAPER, routing_input="token"),
     "top-k": ModelInfo("routers.top_k:TopK", GRID, "Shazeer 2017"),
-    "planned": ModelInfo("routers.planned:PlannedTopK", GRID, "top-k, our control"),
+    "planned": ModelInfo("routers.planned:PlannedTopK", GRID, "top-k, our control", routing_input="embedding"),
     "matryoshka": ModelInfo("routers.matryoshka:MatryoshkaTopK", GRID, "Wang 2025, M-MoE"),
-    "hash": ModelInfo("routers.hash:HashRouting", GRID, "Roller 2021"),
+    "hash": ModelInfo("routers.hash:HashRouting", GRID, "Roller 2021", routing_input="token"),
     "threshold": ModelInfo("routers.threshold:Threshold", GRID, "Huang 2024", adaptive=True),
     "mlp-total": ModelInfo(MLP, {"dim": 36, "num_layers": 8}, "plain, MRE's size"),
     "mlp-avg": ModelInfo(MLP, {"dim": 24, "num_layers": 8}, "plain, MRE's use"),
@@ -72,6 +74,10 @@ SHIPPED = ("mre-mnist", "mre-fashion-mnist", "mre-cifar10", "mre-digits", "mre-p
 
 # What a family's models are made of: called with a function that makes a layer, its width, and the rest of a task's spec.
 FAMILIES = {"": "models.classifier:Classifier", "gpt": "models.gpt:GPT"}
+
+
+# The options of a layer that a language model sets to its depth; in a decoder the stream is always residual.
+FOLLOWS_DEPTH = ("num_layers", "num_blocks")
 
 
 def find_model(name: str) -> tuple[str, ModelInfo]:
@@ -97,7 +103,7 @@ def build(name: str, **given: Any) -> "Model":
         name: A name of the registry, for instance "mre", "top-k" or "gpt-mre"; see `raytraced models`.
         **given: What the family of the model needs, and options of its layer. Classifiers need `image_shape` (channels,
             height, width), `num_classes` or `class_names`, and take `mean` and `std` of each channel. Language models
-            ("gpt-…") take `depth`, `num_heads`, `context`, `vocab_size` and `tokenizer`.
+            ("gpt-…") take `depth`, `num_heads`, `context`, `vocab_size`, `tokenizer`, `routing_input` and `routing_dim`.
 
     Returns:
         The model; its `card` holds all options, defaults included.
@@ -113,12 +119,18 @@ def build(name: str, **given: Any) -> "Model":
         require(are_words, "class_names", class_names, "must be a list of words")
         require(num == len(class_names), "num_classes", num, f"must be {len(class_names)}, as many as class_names")
     spec = {key: given.pop(key) for key in wanted if key in given}
+    if "routing_input" in wanted:
+        spec = {"routing_input": info.routing_input} | spec
+        rule = f"{name} chooses in every block by the vectors that reach it; leave routing_input out"
+        allowed = info.routing_input != "block" or spec["routing_input"] == "block"
+        require(allowed, "routing_input", spec["routing_input"], rule)
     if missing := [key for key, each in wanted.items() if key not in spec and each.default is each.empty]:
         raise ValueError(f"{name}: needs {', '.join(missing)}")
     # Defaults are spelled out, so that a card keeps its meaning when defaults change; None means no choice.
     spec |= {key: each.default for key, each in wanted.items() if key not in spec and each.default is not None}
     options = complete_options(name, given)
-    model: Model = made(partial(_layer(info.layer)[0], **options), options["dim"], **spec)
+    model: Model = made(_LayerFactory(info.layer, options), options["dim"], **spec)
+    spec |= {key: getattr(model, key) for key in wanted if key not in spec and getattr(model, key, None) is not None}
     names = {} if class_names is None else {"class_names": list(class_names)}
     model.card = ModelCard(model=name, spec=spec | names, options=options)
     return model
@@ -130,6 +142,13 @@ def complete_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     _, known = _layer(info.layer)
     made = resolve_name(f"raytraced.{info.model or FAMILIES[family]}")
     around = [key for key in inspect.signature(made).parameters if family and key != "make_layer"]
+    if family == "gpt":
+        if grid := sorted(set(given) & set(FOLLOWS_DEPTH)):
+            raise ValueError(
+                f"{grid[0]}={given[grid[0]]}: {name} has one grid for all blocks, a layer of it per block; set depth instead"
+                " (the form with a grid inside each block is gone)"
+            )
+        known = {key: each for key, each in known.items() if key not in (*FOLLOWS_DEPTH, "stream")}
     for option, value in given.items():
         if option not in known:
             meant = did_you_mean(option, [*around, *known])
@@ -139,7 +158,23 @@ def complete_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
             require(fits(value, kind), option, repr(value), f"must be {type_words(kind)}")
     own = {key: each.default for key, each in known.items() if each.default is not each.empty}
     by_family = {key: value for key, value in made.layer_defaults.items() if key in known}
-    return own | info.defaults | by_family | info.recipe | given
+    return {key: value for key, value in (own | info.defaults | by_family | info.recipe | given).items() if key in known}
+
+
+class _LayerFactory:
+    """Makes a layer with some options; a family may add how many layers the grid has, and what the router reads."""
+
+    def __init__(self, path: str, options: dict[str, Any]) -> None:
+        self.path, self.options = path, options
+
+    def __call__(self, num_layers: int | None = None, routing_dim: int | None = None) -> Any:
+        make, known = _layer(self.path)
+        options = dict(self.options)
+        if num_layers is not None:
+            options[next(name for name in FOLLOWS_DEPTH if name in known)] = num_layers
+        if routing_dim is not None:
+            options["routing_dim"] = routing_dim
+        return make(**options)
 
 
 def _layer(path: str) -> tuple[Callable[..., Any], dict[str, inspect.Parameter]]:
@@ -154,4 +189,4 @@ def _layer(path: str) -> tuple[Callable[..., Any], dict[str, inspect.Parameter]]
         make = partial(routed_layer, made)
     elif hasattr(made, "config_type"):
         known |= inspect.signature(made.config_type).parameters
-    return make, {key: each for key, each in known.items() if key not in ("router", "config", "options")}
+    return make, {key: each for key, each in known.items() if key not in ("router", "config", "options", "routing_dim")}

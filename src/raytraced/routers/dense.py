@@ -4,6 +4,7 @@ Axes: B batch, L blocks, D width.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +74,10 @@ class DenseBlocks(RoutedLayer):
         return make_layer_output(
             self.read_out(answer), call, Route(active_BL1, None, active_BL1.sum((-1, -2)).long(), None)
         )
+
+    def run_step(self, layer: Any, hidden_nD: Tensor, active_nN: Tensor, weights_nN: Tensor) -> Tensor:
+        result_nD: Tensor = layer.run_expert(0, 0, hidden_nD)
+        return result_nD
 
     def run_block(self, block: int, hidden_BD: Tensor) -> Tensor:
         """Run one block on all rows (B, D)."""

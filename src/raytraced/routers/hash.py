@@ -29,6 +29,7 @@ class HashRouting(Router):
         Choice with ``active`` (B, L, N) and ``weights`` (B, L, N), which are equal.
     """
 
+    plans, learns = True, False
     directions: Tensor  # (L, N, D)
 
     def __init__(self, dim: int, num_layers: int, num_experts: int, *, k: int = 1) -> None:
@@ -37,6 +38,9 @@ class HashRouting(Router):
         self.k = k
         # A buffer: saved with the model, never trained.
         self.register_buffer("directions", torch.randn(num_layers, num_experts, dim))
+
+    def alike(self, call: Call) -> bool:
+        return True
 
     def plan(self, hidden_BD: Tensor, call: Call) -> Choice:
         """Choose for all steps; see `raytraced.layer.Router.plan`."""

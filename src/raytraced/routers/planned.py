@@ -19,6 +19,11 @@ class PlannedTopK(TopK):
         Choice with ``active`` (B, S, N), ``weights`` (B, S, N) and the sum of the layers' losses.
     """
 
+    plans = True
+
+    def alike(self, call: Call) -> bool:
+        return not self.training  # the balance loss counts tokens, not words
+
     def plan(self, hidden_BD: Tensor, call: Call) -> Choice:
         super().plan(hidden_BD, call)
         draws = Draws(call, hidden_BD)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from raytraced import kernels
 from raytraced.early_exit import ExitPolicy
 from raytraced.errors import require, require_one_of
-from raytraced.experts import StreamName, make_grid, run_dense
+from raytraced.experts import Stream, StreamName, make_grid, run_dense
 from raytraced.layer import Call, Choice, Cost, Fusable, LayerOutput, RoutedLayer, Router, flat, make_layer_output
 from raytraced.rng import RandomSource, new_seed
 from raytraced.routing import GateInit, RoutingNetwork, entry_rates, input_logits
@@ -128,6 +128,7 @@ class RaytracedRouter(Fusable, Router):
     """
 
     fuses = True
+    plans = True
 
     def __init__(self, dim: int, num_layers: int, num_experts: int, config: RaytracedConfig) -> None:
         super().__init__(dim, num_layers, num_experts, num_outlets=0)
@@ -203,6 +204,9 @@ class RaytracedRouter(Fusable, Router):
         route = self.sequence(hidden_BD, call)
         return Choice(route.active, self.weigh(route), route=route)
 
+    def alike(self, call: Call) -> bool:
+        return self.resolve_select(call) == "greedy"
+
     def cost(self, route: Route, num_steps: Tensor | None = None) -> Cost:
         """The cost of the entry gate and of the gates that each step of a sequence evaluates anew.
 
@@ -242,6 +246,8 @@ class RaytracedExperts(Fusable, RoutedLayer):
         expert: Factory of custom experts, called once per node; each maps (n, dim) to (n, dim). Default: MLPs.
         hidden: Inner width of the default MLP experts. Default: `dim`.
         num_hidden: Number of hidden layers of the default MLP experts.
+        routing_dim: Width of the vectors that the router reads, where a model plans by others than the layer's input.
+            Default: `dim`.
         config: All further options, as a `RaytracedConfig`; or give them one by one as keyword arguments:
         stream: How vectors pass from one layer to the next: "residual", "skip-sum" or "last".
         weighting: Factor of an expert's output: "unit" (1), "rates-to-one" or "rates" (firing rates that sum to one, or to
@@ -280,13 +286,14 @@ class RaytracedExperts(Fusable, RoutedLayer):
         hidden: int | None = None,
         num_hidden: int = 2,
         config: RaytracedConfig | None = None,
+        routing_dim: int | None = None,
         **options: Any,
     ) -> None:
         if config is None:
             config = RaytracedConfig(**options)
         elif options:
             raise ValueError(f"{', '.join(options)}: give either config or single options, not both")
-        router = RaytracedRouter(dim, num_layers, num_experts, config)
+        router = RaytracedRouter(routing_dim or dim, num_layers, num_experts, config)
         grid = make_grid(dim, num_layers, num_experts, expert, hidden, num_hidden)
         super().__init__(router, grid, dim, stream=config.stream)
         # A model on the meta device is about to get trained weights, or is only measured.
@@ -313,6 +320,12 @@ class RaytracedExperts(Fusable, RoutedLayer):
         assert plan.route is not None
         answer = run_dense(self.experts, hidden_BD, plan.active, plan.weights, self.stream, call.exits, True)
         return make_layer_output(answer, call, plan.route)
+
+    def run_step(self, layer: Any, hidden_nD: Tensor, active_nN: Tensor, weights_nN: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and self.router.config.mask_gradient == "all":
+            active_n1N, weights_n1N = active_nN.unsqueeze(1), weights_nN.unsqueeze(1)
+            return run_dense(layer, hidden_nD, active_n1N, weights_n1N, Stream.LAST, needs_inactive=True)
+        return super().run_step(layer, hidden_nD, active_nN, weights_nN)
 
     def fused_early_exit(
         self, hidden_BD: Tensor, call: Call, head: nn.Module, policy: ExitPolicy, mask_B: Tensor | None

@@ -166,7 +166,7 @@ def generate_text(query: Query, sampling: Sampling) -> Iterator[list[Delivery]]:
 
 
 def most_experts(out: Output, num_rows: int) -> list[int]:
-    """How many experts are active for each row; for a text, the most of any token in any block."""
+    """How many experts are active for each row; for a text, the most of any token."""
     counts = [route.num_active.reshape(num_rows, -1) for route in out.routes]
     return torch.cat(counts, 1).amax(1).tolist()
 
@@ -204,7 +204,7 @@ def describe(served: Served, inputs: Tensor, out: Output, with_path_n: list[bool
 def describe_path(served: Served, out: Output, row: int) -> AnswerFields:
     """The nodes of one row, in their order where there is one, and the firing rates of all."""
     nodes: list[list[int]] = []
-    for block, route in enumerate(out.routes):
+    for route in out.routes:
         place = (row, -1) if served.codec else row
         active_LN = route.active[place]
         found = active_LN.nonzero().tolist()
@@ -213,7 +213,7 @@ def describe_path(served: Served, out: Output, row: int) -> AnswerFields:
             found = [
                 node for node in ordered if node in found
             ]  # at a layer's exit, nodes of later layers are not active yet
-        nodes += [[block, *node] for node in found] if served.codec else found
+        nodes += found
     path: AnswerFields = {"nodes": nodes}
     if served.codec:
         path["token_experts"] = out.num_experts[row].tolist()

@@ -91,7 +91,7 @@ class Continuation:
         prompt_1T: The prompt's tokens (1, T).
         sampling: How tokens are drawn.
         seed: Seed of the draws.
-        max_experts: Largest number of experts per block and token.
+        max_experts: Largest number of experts per token, all blocks together.
     """
 
     def __init__(

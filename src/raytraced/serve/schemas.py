@@ -57,7 +57,7 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str | None = Field(None, description="default: the first model that takes such input", max_length=1000)
-    max_experts: int | None = Field(None, ge=0, le=1_000_000, description="per block, for a language model")
+    max_experts: int | None = Field(None, ge=0, le=1_000_000, description="per token, all blocks together, for a language model")
     max_ms: float | None = Field(None, gt=0, le=600_000, description="milliseconds until the best answer so far")
     seed: int = Field(0, ge=0, le=2**53 - 1, description="seed of all draws")
 
@@ -127,7 +127,7 @@ class Answer(BaseModel):
     macs: int = Field(description="multiply-accumulate operations, those of earlier exits included")
     stop: Literal["confidence", "end", "budget", "deadline"] | None = Field(None, description="why it is the last one")
     nodes: list[list[int]] | None = Field(
-        None, description="[layer, expert] in order; for a text [block, layer, expert]"
+        None, description="[layer, expert] in order; for a text [block, expert] of its last token"
     )
     rates: list[list[float]] | None = Field(None, description="firing rate of every node (layers, experts)")
     token_experts: list[int] | None = Field(None, description="for a text: the experts of every token")

@@ -196,7 +196,7 @@ class Trainer:
             self.objective.rehearse(next(self.loader.epoch(0)))
         self.compute_loss = world.distribute(self.objective, config.strategy)
         self.optimizer = optim.build_optimizer(self.model, config)
-        self.parameters = list(self.model.parameters())
+        self.parameters = [one for one in self.model.parameters() if one.requires_grad]
 
     def start(self, held: ExitStack) -> None:
         """Make a new run folder."""

@@ -15,7 +15,7 @@ def build_optimizer(model: Model, config: TrainConfig) -> torch.optim.Optimizer:
     """Build the optimizer; each group of parameters has one learning rate, routing and experts may have different ones."""
     rates = {"routing": config.lr_routing or config.lr, "experts": config.lr_experts or config.lr}
     parts, by_rate = routed_parameters(model), dict[float, list[nn.Parameter]]()
-    for parameter in model.parameters():
+    for parameter in filter(lambda one: one.requires_grad, model.parameters()):
         by_rate.setdefault(rates.get(parts.get(parameter, ""), config.lr), []).append(parameter)
     groups = [{"params": parameters, "full_lr": rate, "lr": rate} for rate, parameters in by_rate.items()]
     # Fused: 5 times as fast for many small tensors; not available for shards of FSDP.
@@ -28,12 +28,13 @@ def build_optimizer(model: Model, config: TrainConfig) -> torch.optim.Optimizer:
 
 def routed_parameters(model: Model) -> dict[Tensor, str]:
     """The parameters of routed layers with what they belong to: "routing" or "experts"."""
-    return {
+    parts = {
         parameter: group
         for layer in model.routed_layers()
         for part, group in (("router", "routing"), ("experts", "experts"))
         for parameter in layer.get_submodule(part).parameters()
     }
+    return parts | dict.fromkeys(model.routing_parameters(), "routing")
 
 
 def learning_rate_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:

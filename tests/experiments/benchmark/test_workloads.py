@@ -284,7 +284,7 @@ def test_a_decoder_is_held_against_itself_with_other_feed_forward_parts(monkeypa
     whats = ["gpt-mre", "gpt-mre, output_logit_offset 0", "gpt-mre", "gpt-mre"]
     assert [row["what"] for row in rows] == whats
     assert [row["against"].split(",")[0] for row in rows] == ["gpt-top-k", "gpt-top-k", "linear", "missing"]
-    assert [row.get("against_experts") for row in rows] == [16, 16, 16, None]  # two blocks of four layers, two of each
+    assert [row.get("against_experts") for row in rows] == [4, 4, 4, None]  # two blocks, two experts in each
     assert 0 < rows[1]["experts"] < rows[0]["experts"] == rows[2]["experts"]
     assert all(row["ratio"] > 0 for row in rows[:3])
     assert rows[3]["note"].startswith("not installed (")
@@ -295,16 +295,17 @@ def test_a_peers_decoder_differs_from_ours_in_its_feed_forward_parts_alone():
     ours = layer_workloads.token_step(batches, "gpt-top-k").model
     part = lambda: layer_workloads.PeerPart(lambda: torch.nn.Linear(96, 96), 2)  # noqa: E731
     theirs = layer_workloads.token_step(batches, "gpt-top-k", part).model
-    rest = {name: tensor for name, tensor in theirs.state_dict().items() if ".layer." not in name}
-    expected = {name: tensor for name, tensor in ours.state_dict().items() if ".layer." not in name}
+    rest = {name: tensor for name, tensor in theirs.state_dict().items() if not name.startswith("layer.")}
+    expected = {name: tensor for name, tensor in ours.state_dict().items() if not name.startswith("layer.")}
     assert rest.keys() == expected.keys()
     assert all(tensor.equal(expected[name]) for name, tensor in rest.items())
-    assert ours.blocks[0].layer.experts.widths == (layer_workloads.TOKEN.dim, layer_workloads.TOKEN.hidden, 96)
+    assert ours.layer.experts.widths == (layer_workloads.TOKEN.dim, layer_workloads.TOKEN.hidden, 96)
     tokens = torch.arange(6).view(1, 6)
-    hidden = theirs.blocks[0].norm_layer(theirs.embedding(tokens))
-    out = theirs.blocks[0].layer(hidden)
-    torch.testing.assert_close(out.update, theirs.blocks[0].layer.stack(hidden[0])[None] - hidden)
-    assert theirs(tokens).num_experts.tolist() == [[16] * 6]
+    seen = []
+    for node in theirs.layer.experts.nodes:
+        node.layer.register_forward_hook(lambda _, given, made: seen.append((given[0].shape, made.shape)))
+    theirs(tokens)
+    assert seen == [((2, 3, 96), (2, 3, 96))] * 2  # two groups of three bytes, in each of two blocks
 
 
 def test_a_layers_input_gets_a_gradient_and_its_weights_keep_none():

@@ -12,11 +12,11 @@ from experiments.reproduce.records import Store
 from experiments.reproduce.variants import text_variants
 from raytraced.models.registry import build
 
-RATES = {"enwik8": {"mre": 4e-3, "mre-wide": 4e-3, "stack-2": 2e-3, "dense-4": 8e-3, "top-4-of-32": 1e-3}}
+RATES = {"enwik8": {"mre": 4e-3, "planned-2": 2e-3, "dense-2": 8e-3, "top-2": 1e-3}}
 TINY = replace(
     BYTES,
     epochs=1,
-    options={"dim": 8, "hidden": 8, "num_heads": 2, "depth": 2},
+    options={"dim": 8, "hidden": 8, "num_heads": 2, "depth": 4},
     training={"batch_size": 2, "data_options": {"context": 8, "steps": 2, "eval_tokens": 64}},
 )
 
@@ -39,16 +39,14 @@ def test_all_models_are_trained_alike_except_for_their_recipe():
     assert {run.config.target_experts for run in runs if "mre" not in run.label} == {None}
     assert {run.config.lr for run in runs if "mre" in run.label} == {4e-3}
     assert {run.config.lr for run in runs if run.config.model == "gpt-dense"} == {8e-3}
-    assert {run.config.lr for run in runs if run.label.endswith("-of-32")} == {1e-3}
-    assert {
-        run.config.lr for run in runs if not run.label.startswith(("mre", "dense")) and not run.label.endswith("-of-32")
-    } == {2e-3}
+    assert {run.config.lr for run in runs if run.label.startswith(("hash", "planned"))} == {2e-3}
+    assert {run.config.lr for run in runs if not run.label.startswith(("mre", "dense", "hash", "planned"))} == {1e-3}
 
 
 def test_one_search_serves_both_texts():
     runs = collect_runs(["text"], Planner(TEXT, {}), None)
     assert {(run.group, run.data) for run in runs} == {("search", "enwik8")}
-    assert {run.family for run in runs} == {"mre", "mre-wide", "stack-2", "dense-4", "top-4-of-32"}
+    assert {run.family for run in runs} == {"mre", "planned-2", "dense-2", "top-2"}
 
 
 def test_all_routed_models_have_the_same_experts():
@@ -57,7 +55,7 @@ def test_all_routed_models_have_the_same_experts():
         if variant.model != "gpt-dense":
             model = build(variant.model, context=64, **BYTES.options | variant.options)
             sizes |= {sum(one.numel() for one in layer.experts.parameters()) for layer in model.routed_layers()}
-    assert sizes == {32 * (64 * 128 + 128 + 128 * 64 + 64)}
+    assert sizes == {4 * 16 * (64 * 128 + 128 + 128 * 64 + 64)}
 
 
 def test_texts_are_no_part_of_the_images_evidence():
@@ -70,7 +68,7 @@ def test_text_is_asked_for_by_itself():
 
 
 def test_a_quick_run_trains_evaluates_bits_and_writes_the_page(tmp_path, monkeypatch, capsys):
-    kept = [one for one in text_variants() if one.label in ("mre", "mre-elastic", "dense-2", "top-2-of-32", "relu")]
+    kept = [one for one in text_variants() if one.label in ("mre", "mre-elastic", "dense-2", "top-2", "relu")]
     monkeypatch.setattr(plan.variants, "text_variants", lambda: tuple(kept))
     monkeypatch.setattr(plan, "BYTES", TINY)
     monkeypatch.setattr(command, "TEXT_QUICK", replace(plan.TEXT_QUICK, data={"shakespeare": TINY}))
@@ -83,13 +81,13 @@ def test_a_quick_run_trains_evaluates_bits_and_writes_the_page(tmp_path, monkeyp
     for record in records:
         assert summary[record.label]["bits_mean"] == pytest.approx(record.test["bits_per_byte"], rel=1e-5)
         assert summary[record.label]["macs_mean"] == pytest.approx(record.macs["total"], rel=1e-5)
-        assert summary[record.label]["experts_mean"] == pytest.approx(record.experts / 2, rel=1e-4)
+        assert summary[record.label]["experts_mean"] == pytest.approx(record.experts / 4, rel=1e-4)
         assert record.score == -record.validation["bits_per_byte"]
         assert record.history["validation_bits_per_byte"]
-    assert 0 < summary["top-2-of-32"]["experts_mean"] <= 2
+    assert 0 < summary["top-2"]["experts_mean"] <= 2
     page = (folder / "tables.md").read_text()
     (elastic,) = [one for one in records if one.label == "mre-elastic"]
-    assert f"| 2 | {elastic.budgets[2]['bits_per_byte']:.3f} |" in page
+    assert f"| 2 | {elastic.budgets[min(8, len(elastic.budgets) - 1)]['bits_per_byte']:.3f} |" in page
     assert (folder / "figures" / "text.png").stat().st_size > 10_000
     before = [one for one in folder.rglob("record.json")]
     assert command.reproduce(quick=True, only="text", output=str(tmp_path), workers=1) == 0  # nothing is left to train
@@ -98,6 +96,8 @@ def test_a_quick_run_trains_evaluates_bits_and_writes_the_page(tmp_path, monkeyp
 
 def test_every_record_in_results_is_of_a_run_that_is_still_planned():
     folder = Path(__file__).parents[3] / "results" / "text"
+    if not folder.exists():
+        pytest.skip("results/text: no records yet of decoders with one grid; results/text-old has those of the old form")
     planner = command.find_plan(TEXT, folder)
     planned = {run.key: run.digest for run in plan.every_run(planner)}
     records = Store(folder / "records").records

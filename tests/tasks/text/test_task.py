@@ -15,7 +15,7 @@ from raytraced.training.evaluation import evaluate
 from raytraced.training.objective import Objective
 from raytraced.training.world import World
 
-SIZES = {"dim": 16, "hidden": 8, "num_layers": 2, "num_experts": 3, "num_heads": 2, "context": 20}
+SIZES = {"dim": 16, "hidden": 8, "num_experts": 3, "num_heads": 2, "context": 20}
 ALONE = World(0, 1, torch.device("cpu"))
 
 
@@ -40,7 +40,7 @@ def sample_loss_fn(model, data, **options):
 
 
 def test_a_model_that_knows_nothing_takes_eight_bits_a_byte(model):
-    blank = raytraced.build("gpt-dense", dim=16, num_heads=2, context=20, num_blocks=1)
+    blank = raytraced.build("gpt-dense", dim=16, num_heads=2, context=20)
     torch.nn.init.zeros_(blank.embedding.weight)
     result = sample_loss_fn(blank, MIX)
     assert result["bits_per_byte"] == pytest.approx(8)

@@ -120,7 +120,7 @@ def test_a_model_of_tokens_is_trained_evaluated_in_bytes_and_continues_a_text(fi
     options = {
         "data": tmp_path / "own.txt", "model": "gpt-mre", "epochs": 1, "batch-size": 4, "runs-dir": tmp_path, "name": "run", "quiet": "true",
         "data-root": tmp_path / "cache", "data-options.tokenizer": file, "data-options.context": 8, "data-options.steps": 3,
-        "model-options.dim": 8, "model-options.num-heads": 2, "model-options.num-layers": 2, "model-options.num-experts": 2,
+        "model-options.dim": 8, "model-options.num-heads": 2, "model-options.num-experts": 2,
     }  # fmt: skip
     assert main(["train", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]) == 0
     file_of_run = tmp_path / "run" / "summary.json"

@@ -36,7 +36,6 @@ def config(tmp_path, monkeypatch):
             "dim": 16,
             "num_heads": 2,
             "hidden": 16,
-            "num_layers": 2,
             "num_experts": 3,
             "train_select": "sample",
         },
@@ -65,7 +64,8 @@ def test_it_learns_is_evaluated_and_resumes_where_it_was_stopped(config, tmp_pat
 
     model, summary = raytraced.load(run.path), whole.read_summary()
     assert (model.card.task, model.card.data) == ("text", "shakespeare")
-    assert model.card.spec == {"context": 16, "vocab_size": 256, "num_heads": 2, "depth": 2}
+    spec = {"context": 16, "vocab_size": 256, "num_heads": 2, "depth": 2}
+    assert model.card.spec == spec | {"routing_input": "token", "routing_dim": 16}
     assert summary["test"]["num_samples"] == 32
     assert main(["evaluate", str(run.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == summary["test"]

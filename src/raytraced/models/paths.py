@@ -1,0 +1,84 @@
+"""Paths through a whole decoder that depend on the token alone: a table with a row for every word of the vocabulary.
+
+Axes: V vocabulary, L blocks, N experts per block, S longest path, n tokens.
+"""
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from raytraced.layer import Choice, map_route
+from raytraced.sequence import Route
+
+MOST_TABLES = 8  # one per budget; a caller that asks for another one each time must not fill the memory
+
+
+class Paths(NamedTuple):
+    """Paths through all blocks, known before any of them runs.
+
+    The leading shape is that of the tokens, (B, T), or (V,) for all words of a vocabulary.
+    """
+
+    active: Tensor  # (..., L, N), 0 or 1
+    weights: Tensor  # (..., L, N), factor of each expert's output, 0 where the expert does not run
+    nodes: Tensor | None  # (..., S), number l·N + i of each expert in order of activation, padded with −1; None: no order
+    num_active: Tensor  # (...), number of experts, all blocks together
+    macs: Tensor  # (...), multiply-adds of these experts
+
+    def experts_by_block(self) -> list[Tensor]:
+        """The experts to fetch: for each block, in order, the numbers of those that some token runs."""
+        used_LN = self.active.flatten(0, -3).amax(0) if self.active.numel() else self.active.new_zeros(0, 0)
+        return [used_N.nonzero()[:, 0] for used_N in used_LN]
+
+
+class PathTables:
+    """What a router chose for every word of a vocabulary, kept until a parameter changes; one table per budget."""
+
+    def __init__(self) -> None:
+        self.state: Hashable = None
+        self.tables: dict[Hashable, Choice] = {}
+
+    def find(self, parameters: Iterable[nn.Parameter], budget: Hashable, compute: Callable[[], Choice]) -> Choice:
+        """The table for a budget, computed where there is none for these parameters."""
+        # In-place changes count up `_version`; a parameter that is moved or replaced has other memory.
+        state = tuple((one._version, one.data_ptr(), one.dtype, one.device) for one in parameters)
+        if state != self.state:
+            self.state, self.tables = state, {}
+        table = self.tables.get(budget)
+        if table is None:
+            if len(self.tables) >= MOST_TABLES:
+                self.tables.pop(next(iter(self.tables)))
+            table = self.tables[budget] = without_padding(compute())
+        return table
+
+    def clear(self) -> None:
+        """Forget all tables."""
+        self.state, self.tables = None, {}
+
+
+def choose_rows(choice: Choice, rows_n: Tensor) -> Choice:
+    """What a router chose for some rows (n,) of a table."""
+    route = None if choice.route is None else map_route(choice.route, lambda field: field[rows_n])
+    return choice._replace(active=choice.active[rows_n], weights=choice.weights[rows_n], route=route)
+
+
+def without_padding(choice: Choice) -> Choice:
+    """The same choice, with order of activation as long as the longest path."""
+    route = choice.route
+    if route is None or route.nodes is None:
+        return choice
+    longest = int(route.num_active.max()) if route.num_active.numel() else 0
+    return choice._replace(route=route._replace(nodes=route.nodes[:, :longest].clone()))
+
+
+def describe_paths(choice: Choice, macs_per_expert: int, shape: torch.Size) -> Paths:
+    """A router's choice for tokens, with their leading shape."""
+    route: Route | None = choice.route
+    num_active = choice.active.detach().sum((-1, -2)).long()
+    nodes = None if route is None or route.nodes is None else route.nodes.unflatten(0, shape)
+    active, weights, num_active = (
+        field.detach().unflatten(0, shape) for field in (choice.active, choice.weights, num_active)
+    )
+    return Paths(active, weights, nodes, num_active, num_active * macs_per_expert)
