@@ -65,9 +65,7 @@ def empty_folder(clone, tmp_path) -> Path:
         Image.fromarray(random.integers(0, 256, (8, 8), dtype=np.uint8)).save(path)
     Image.fromarray(random.integers(0, 256, (8, 8), dtype=np.uint8)).save(tmp_path / "image.png")
     (tmp_path / "own.txt").write_text("line by line, a text that repeats itself\n" * 400)
-    small = (
-        "--data-options.steps 2 --data-options.context 16 --model-options.num_experts 2"
-    )
+    small = "--data-options.steps 2 --data-options.context 16 --model-options.num_experts 2"
     small += " --model-options.dim 8 --model-options.num_heads 2 --model-options.hidden 8"
     train = "raytraced train --quiet --epochs 1"
     run(

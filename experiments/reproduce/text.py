@@ -88,7 +88,10 @@ def elastic_table(results: Results, data: str) -> Table:
     rows = []
     for budget, baselines in BUDGETS.items() if results.of(data, "mre-elastic") else ():
         found = [
-            spread(one.budgets[min(NUM_BLOCKS * budget, len(one.budgets) - 1)]["bits_per_byte"] for one in results.of(data, label))
+            spread(
+                one.budgets[min(NUM_BLOCKS * budget, len(one.budgets) - 1)]["bits_per_byte"]
+                for one in results.of(data, label)
+            )
             for label in ("mre-elastic", "mre")
         ]
         others = {label: spread(one.bits for one in results.of(data, label)) for label in baselines}

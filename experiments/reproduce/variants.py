@@ -154,7 +154,9 @@ def text_variants() -> tuple[Variant, ...]:
     counted = EXPERTS_PER_BLOCK | {"total": "count"}
     shared: tuple[tuple[Variant, ...], ...] = (  # the search of the first is that of the group
         (mre, replace(mre, label="mre-elastic", training={"target_experts": None, "anytime_loss": 0.25})),
-        tuple(Variant(f"dense-{num}", "gpt-dense", {"hidden": 128 * num}) for num in (2, 1, 4, 8)),  # widths of 1 … 8 experts
+        tuple(
+            Variant(f"dense-{num}", "gpt-dense", {"hidden": 128 * num}) for num in (2, 1, 4, 8)
+        ),  # widths of 1 … 8 experts
         (
             *(Variant(f"top-{k}", "gpt-top-k", counted | {"k": k}) for k in (2, 1, 4, 8)),
             Variant("threshold", "gpt-threshold", counted),

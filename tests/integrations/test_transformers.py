@@ -290,7 +290,10 @@ def test_a_folder_of_an_old_version_is_read(tokens, tmp_path):
 
 HUGE = {
     "many layers": ({"layer_options": {"num_layers": 10**9}}, "num_layers=1000000000: gpt-mre has one grid for all"),
-    "many experts": ({"layer_options": {"num_experts": 10**9}}, "num_experts=1000000000: the layer would have .* parts"),
+    "many experts": (
+        {"layer_options": {"num_experts": 10**9}},
+        "num_experts=1000000000: the layer would have .* parts",
+    ),
     "many gates": (
         {"layer": "chain", "layer_options": {"num_rounds": 10**5}},
         "it describes a model of many more tensors",

@@ -216,7 +216,9 @@ def test_defaults_and_refusals():
         "depth=0: must be a whole number, at least 1": {"depth": 0},
         "context='a': must be a whole number, at least 1": {"context": "a"},
         "model option num_head: gpt-mre has no such option; did you mean num_heads": {"num_head": 2},
-        "num_layers=4: gpt-mre has one grid for all blocks, a layer of it per block; set depth instead": {"num_layers": 4},
+        "num_layers=4: gpt-mre has one grid for all blocks, a layer of it per block; set depth instead": {
+            "num_layers": 4
+        },
         "routing_input='last': must be one of block, token": {"routing_input": "last"},
         "routing_input=block: must be token, embedding or first-block": {"routing_input": "block"},
         "routing_dim=8: is the width of the routing embedding": {"routing_input": "embedding", "routing_dim": 8},

@@ -306,11 +306,11 @@ class GPT(Model):
         return plan
 
     @property
-    def routing_weight(self) -> nn.Parameter:
+    def routing_weight(self) -> Tensor:
         """The embedding by which paths are planned (V, R)."""
         return (self.embedding if self.routing_embedding is None else self.routing_embedding).weight
 
-    def routing_parameters(self) -> list[nn.Parameter]:
+    def routing_parameters(self) -> list[Tensor]:
         return [] if self.routing_embedding is None else [self.routing_embedding.weight]
 
     @torch.no_grad()
@@ -346,7 +346,7 @@ class GPT(Model):
             rule = "a token's path depends on the text before it; only with token or embedding is it known beforehand"
             require(False, "routing_input", self.routing_input, f"{self.name}: {rule}")
         require(not tokens.is_floating_point(), "tokens", tokens.dtype, "must be whole numbers")
-        inside = not tokens.numel() or (0 <= int(tokens.min()) and int(tokens.max()) < self.vocab_size)
+        inside = not tokens.numel() or (int(tokens.min()) >= 0 and int(tokens.max()) < self.vocab_size)
         require(inside, "tokens", "[…]", f"some are not in 0 … {self.vocab_size - 1}, the vocabulary")
         return self.describe(tokens, Call("greedy", max_experts))
 

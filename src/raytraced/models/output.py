@@ -235,8 +235,7 @@ class Model(nn.Module):
         """All routed layers, from the input to the output."""
         return [module for module in self.modules() if isinstance(module, RoutedLayer)]
 
-
-    def routing_parameters(self) -> list[nn.Parameter]:
+    def routing_parameters(self) -> list[Tensor]:
         """Parameters outside of routed layers that serve routing alone: they train with the routers' learning rate."""
         return []
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from raytraced.layer import Choice, map_route
 from raytraced.sequence import Route
@@ -23,7 +23,9 @@ class Paths(NamedTuple):
 
     active: Tensor  # (..., L, N), 0 or 1
     weights: Tensor  # (..., L, N), factor of each expert's output, 0 where the expert does not run
-    nodes: Tensor | None  # (..., S), number l·N + i of each expert in order of activation, padded with −1; None: no order
+    nodes: (
+        Tensor | None
+    )  # (..., S), number l·N + i of each expert in order of activation, padded with −1; None: no order
     num_active: Tensor  # (...), number of experts, all blocks together
     macs: Tensor  # (...), multiply-adds of these experts
 
@@ -40,7 +42,7 @@ class PathTables:
         self.state: Hashable = None
         self.tables: dict[Hashable, Choice] = {}
 
-    def find(self, parameters: Iterable[nn.Parameter], budget: Hashable, compute: Callable[[], Choice]) -> Choice:
+    def find(self, parameters: Iterable[Tensor], budget: Hashable, compute: Callable[[], Choice]) -> Choice:
         """The table for a budget, computed where there is none for these parameters."""
         # In-place changes count up `_version`; a parameter that is moved or replaced has other memory.
         state = tuple((one._version, one.data_ptr(), one.dtype, one.device) for one in parameters)

@@ -158,7 +158,9 @@ def complete_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
             require(fits(value, kind), option, repr(value), f"must be {type_words(kind)}")
     own = {key: each.default for key, each in known.items() if each.default is not each.empty}
     by_family = {key: value for key, value in made.layer_defaults.items() if key in known}
-    return {key: value for key, value in (own | info.defaults | by_family | info.recipe | given).items() if key in known}
+    return {
+        key: value for key, value in (own | info.defaults | by_family | info.recipe | given).items() if key in known
+    }
 
 
 class _LayerFactory:

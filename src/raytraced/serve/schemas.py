@@ -57,7 +57,9 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str | None = Field(None, description="default: the first model that takes such input", max_length=1000)
-    max_experts: int | None = Field(None, ge=0, le=1_000_000, description="per token, all blocks together, for a language model")
+    max_experts: int | None = Field(
+        None, ge=0, le=1_000_000, description="per token, all blocks together, for a language model"
+    )
     max_ms: float | None = Field(None, gt=0, le=600_000, description="milliseconds until the best answer so far")
     seed: int = Field(0, ge=0, le=2**53 - 1, description="seed of all draws")
 

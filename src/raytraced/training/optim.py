@@ -28,7 +28,7 @@ def build_optimizer(model: Model, config: TrainConfig) -> torch.optim.Optimizer:
 
 def routed_parameters(model: Model) -> dict[Tensor, str]:
     """The parameters of routed layers with what they belong to: "routing" or "experts"."""
-    parts = {
+    parts: dict[Tensor, str] = {
         parameter: group
         for layer in model.routed_layers()
         for part, group in (("router", "routing"), ("experts", "experts"))

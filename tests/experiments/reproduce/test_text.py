@@ -97,7 +97,9 @@ def test_a_quick_run_trains_evaluates_bits_and_writes_the_page(tmp_path, monkeyp
 def test_every_record_in_results_is_of_a_run_that_is_still_planned():
     folder = Path(__file__).parents[3] / "results" / "text"
     if not folder.exists():
-        pytest.skip("results/text: no records yet of decoders with one grid; results/text-old has those of the old form")
+        pytest.skip(
+            "results/text: no records yet of decoders with one grid; results/text-old has those of the old form"
+        )
     planner = command.find_plan(TEXT, folder)
     planned = {run.key: run.digest for run in plan.every_run(planner)}
     records = Store(folder / "records").records
