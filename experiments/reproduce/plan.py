@@ -95,10 +95,10 @@ QUICK = Scale(
     fixed_lr=5e-3,
 )  # fmt: skip
 
-# Text: small decoders with 32 experts per block; an epoch is 100 steps of 1,024 bytes. Both texts share one search.
+# Text: small decoders with 16 experts per block; an epoch is 100 steps of 1,024 bytes. Both texts share one search.
 WINDOWS = {"context": 64, "steps": 100, "eval_tokens": 32768}
 BYTES = DataPlan(
-    10, 10, False, False, (2e-3, 4e-3, 8e-3, 1.6e-2), (), {"dim": 64, "hidden": 128},
+    10, 10, False, False, (2e-3, 4e-3, 8e-3, 1.6e-2), (), {"dim": 64, "hidden": 128, "depth": 4},
     {"batch_size": 16, "warmup": 0.5, "data_options": WINDOWS}, epoch_seconds=7.0,
 )  # fmt: skip
 TEXT = Scale("full", {"enwik8": BYTES, "mix": replace(BYTES, rates_of="enwik8")}, 3, 3, (), "", 0)

@@ -281,7 +281,7 @@ def test_a_decoder_is_held_against_itself_with_other_feed_forward_parts(monkeypa
     monkeypatch.setattr(layer_workloads, "PEERS", {"linear": linear, "missing": missing})
     monkeypatch.setattr(layer_workloads, "NUM_WINDOWS", 2)
     rows = layer_workloads.measure_tokens(bench).rows
-    whats = ["gpt-mre", "gpt-mre, output_logit_offset 0", "gpt-mre", "gpt-mre"]
+    whats = ["gpt-mre", "gpt-mre, stop 8", "gpt-mre", "gpt-mre"]
     assert [row["what"] for row in rows] == whats
     assert [row["against"].split(",")[0] for row in rows] == ["gpt-top-k", "gpt-top-k", "linear", "missing"]
     assert [row.get("against_experts") for row in rows] == [4, 4, 4, None]  # two blocks, two experts in each
