@@ -5,6 +5,7 @@ head, V vocabulary size, R width of what the router reads, L blocks, N experts p
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, Literal, NamedTuple, Self, get_args
 
 import torch
@@ -16,6 +17,7 @@ from raytraced.errors import require, require_one_of
 from raytraced.layer import Call, Choice, Cost, GridSteps, LayerOutput, RoutedLayer, shape_route, spread_route
 from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost, num_parameters
 from raytraced.models.paths import Paths, PathTables, choose_rows, describe_paths
+from raytraced.store.experts import StoredExperts
 
 RoutingInput = Literal["block", "token", "embedding", "first-block"]
 PolicyLossFn = Callable[[Tensor], Tensor]
@@ -257,10 +259,16 @@ class GPT(Model):
         x_BTD = self.embed(encoded) * self.embedding.embedding_dim**0.5
         if self.path_follows_token:
             experts.plan = self.plan_tokens(experts.flat(encoded), experts.call)
-        for number, block in enumerate(self.blocks):
-            x_BTD = block(x_BTD, positions_T, mask_BTS, cache, number, experts)
+        with self.reading(experts.plan):
+            for number, block in enumerate(self.blocks):
+                x_BTD = block(x_BTD, positions_T, mask_BTS, cache, number, experts)
         logits_BTV = linear(self.norm(x_BTD), self.embedding.weight)
         return gathered(logits_BTV, [experts.output(x_BTD)], sample_loss_fn)
+
+    def reading(self, plan: Choice | None) -> AbstractContextManager[None]:
+        """While the blocks run, experts that are in a store are read ahead of the blocks that need them."""
+        grid = self.layer.experts
+        return grid.reading(plan.active) if plan is not None and isinstance(grid, StoredExperts) else nullcontext()
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """The embeddings of tokens (B, T, D), or the vectors that were given in their place."""
