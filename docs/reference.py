@@ -36,7 +36,7 @@ PAGES = {
         "A grid of experts for your own model, and what a call returns.",
         (
             "routers.raytraced:RaytracedExperts,RaytracedConfig,activation_sequence",
-            "layer:RoutedLayer,LayerOutput,Router,Choice,Cost",
+            "layer:RoutedLayer,routed_layer,LayerOutput,Router,Choice,Cost",
             "experts:MLPExperts",
             "integrations.replace:HiddenOnly,replace_feed_forward",
         ),
@@ -109,6 +109,11 @@ PAGES = {
         "Kernels",
         "Which implementation of an operation runs, and how to choose one.",
         ("kernels.operation:use,Operation,Implementation,Explanation", "kernels:available,why_not,instructions"),
+    ),
+    "plugins": Page(
+        "Plugins",
+        "Routers, tasks, data sets and kernels from outside the package.",
+        ("plugins:load_plugin,register,Plugin",),
     ),
     "page": Page("The page", "A page in which models run in a browser.", ("explore.page:make_page",)),
 }

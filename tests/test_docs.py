@@ -36,9 +36,10 @@ from experiments.reproduce.records import Record, Store, spread
 from experiments.reproduce.tables import ACCURACY, USE, gain_over_fixed
 from experiments.reproduce.text import format_bits
 from experiments.reproduce.variants import DATA_NAMES
+from raytraced import plugins
 from raytraced.cli.main import COMMANDS, find_command, main, read_command
 from raytraced.cli.parsing import make_parser, read_arguments
-from raytraced.models.registry import FAMILIES, MODELS, complete_options
+from raytraced.models.registry import MODELS, complete_options
 from raytraced.training.config import TrainConfig, preset_values
 
 ROOT = Path(__file__).parent.parent
@@ -110,6 +111,25 @@ COMMAND_LINES = {
 }
 
 
+PLUGIN_FILE = r"# (\w+\.py)\n"  # the first line of a block that is a file of its own
+
+
+@contextlib.contextmanager
+def plugins_as_before() -> Iterator[None]:
+    """Forget the plugins that were registered, and the data sets that they added."""
+    from raytraced.tasks.images.catalog import CATALOG
+
+    tables = [(table, dict(table)) for table in (*plugins._registered.values(), CATALOG)]
+    try:
+        yield
+    finally:
+        for table, before in tables:
+            table.clear()
+            table.update(before)
+        for name in [name for name in sys.modules if name.startswith("raytraced_plugin_")]:
+            del sys.modules[name]
+
+
 @pytest.fixture(scope="session")
 def things(tmp_path_factory) -> Path:
     """What the pages refer to: finished runs, an image, a folder with one sub-folder of images per class, a text."""
@@ -121,11 +141,16 @@ def things(tmp_path_factory) -> Path:
         Image.fromarray(random.integers(0, 256, (8, 8), dtype=np.uint8)).save(path)
     shutil.copy(path, folder / "image.png")
     (folder / "own.txt").write_text("a text of one's own, line by line\n" * 400)
-    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+    for block in read_blocks((DOCS / "guides/extending.md").read_text(encoding="utf-8")):
+        if file := re.match(PLUGIN_FILE, block.text):
+            (folder / file[1]).write_text(block.text)
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()), plugins_as_before():
         # large batches: a page resumes this run for 60 epochs
         assert main(["train", "--epochs", "1", "--batch-size", "512", "--quiet", "--name", "RUN"]) == 0
         assert main(["train", *TEXT_RUN, "--epochs", "1", "--quiet", "--name", "plays"]) == 0
         assert main(["store", "plays", "plays.safetensors"]) == 0
+        custom = ["--plugin", "positive.py", "--model", "positive"]
+        assert main(["train", *custom, "--epochs", "1", "--batch-size", "512", "--quiet", "--name", "mine"]) == 0
     return folder
 
 
@@ -138,36 +163,24 @@ def workplace(things, tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def as_before(monkeypatch, tmp_path) -> Iterator[None]:
+def as_before(monkeypatch) -> Iterator[None]:
     """Remove what a page adds to the package, in tables and in files."""
     from raytraced.kernels import OPERATIONS
-    from raytraced.tasks.images.catalog import CATALOG
-    from raytraced.tasks.registry import TASKS
 
-    tables = [(table, dict(table)) for table in (MODELS, FAMILIES, TASKS, CATALOG)]
     for operation in OPERATIONS.values():
         monkeypatch.setattr(operation, "implementations", operation.implementations)
-    yield
-    for table, before in tables:
-        table.clear()
-        table.update(before)
-    for name, module in list(sys.modules.items()):
-        if tmp_path in Path(getattr(module, "__file__", None) or "/").parents:
-            del sys.modules[name]
+    with plugins_as_before():
+        yield
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_python_of_a_page_runs_from_top_to_bottom(name, workplace, as_before, monkeypatch):
+def test_python_of_a_page_runs_from_top_to_bottom(name, workplace, as_before):
     page = PAGES[NAMES.index(name)]
     namespace = {"__name__": "page"}
     for block in read_blocks(page.read_text(encoding="utf-8")):
         if block.language != "python":
             continue
-        if file := re.match(r"# src/raytraced/([\w/]+)/(\w+\.py)\n", block.text):  # a new file, as if it lay there
-            (workplace / file[2]).write_text(block.text)
-            package = import_module(f"raytraced.{file[1].replace('/', '.')}")
-            monkeypatch.setattr(package, "__path__", [*package.__path__, str(workplace)])
-        else:
+        if not re.match(PLUGIN_FILE, block.text):  # a file, which a fixture has written
             exec(compile("\n" * block.line + block.text, str(page), "exec"), namespace)
             for expression, shape in re.findall(r"^(\w[^\s=]*) +# (\([\d, ]+\))", block.text, re.MULTILINE):
                 value = eval(expression, namespace)
@@ -175,7 +188,7 @@ def test_python_of_a_page_runs_from_top_to_bottom(name, workplace, as_before, mo
 
 
 @pytest.mark.parametrize("command", COMMAND_LINES, ids=[f"{page}: {line}" for line, page in COMMAND_LINES.items()])
-def test_command_of_a_page_is_one(command, workplace, monkeypatch):
+def test_command_of_a_page_is_one(command, workplace, as_before, monkeypatch):
     for name in ("callbacks.draw_pictures", "trackers.tensorboard.write_event"):  # would take longer than the training
         monkeypatch.setattr(f"raytraced.training.{name}", lambda *_: None)
     run_command([PLACEHOLDERS.get(word, word) for word in shlex.split(command) if word != "…"])

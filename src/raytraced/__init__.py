@@ -22,6 +22,7 @@ The paper's mathematics
     rays                   simulated rays, which check the firing rates
 
     kernels                compiled operations, and the switch between them and plain PyTorch
+    load_plugin            runs a file that defines routers, tasks, data sets or kernels
 
 Names are imported when they are first used. The command line is described by `raytraced --help`.
 """
@@ -35,6 +36,7 @@ TYPE_CHECKING = False  # typing.TYPE_CHECKING would cost an import before Ctrl-C
 # The public names of each file; no names: the file itself. They are imported when first used: `raytraced --help` must not
 # wait for torch.
 _HOMES = {
+    "plugins": ("load_plugin",),
     "routing": ("RoutingNetwork", "Rates"),
     "sequence": ("Route", "stop_losses"),
     "experts": ("MLPExperts",),
@@ -76,6 +78,7 @@ if TYPE_CHECKING:
     from raytraced.models.output import Output as Output
     from raytraced.models.registry import PAPER as PAPER
     from raytraced.models.registry import build as build
+    from raytraced.plugins import load_plugin as load_plugin
     from raytraced.routers.raytraced import RaytracedConfig as RaytracedConfig
     from raytraced.routers.raytraced import RaytracedExperts as RaytracedExperts
     from raytraced.routers.raytraced import activation_sequence as activation_sequence

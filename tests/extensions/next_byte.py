@@ -100,6 +100,12 @@ class NextByte(Task[Text]):
     better = "bits"
     higher = False
     formats = {"bits": ".3f"}  # noqa: RUF012
+    # of a plugin, which no table of the package names
+    family, model_class, data_names = "bytes", ByteModel, NAMES
+
+    @classmethod
+    def takes_path(cls, path: Path) -> bool:
+        return takes_path(path)
 
     def load(self, data: str, root: str | None = None, *, window: int = 8) -> Text:
         if data in NAMES:
@@ -135,3 +141,6 @@ class NextByte(Task[Text]):
     def figures(self, data: Text, split: str, tallies: Sequence[Tally]) -> dict[str, Any]:
         columns = tallies[-1].columns
         return {"bits": float(columns["loss"].sum() / columns["targets"].sum()) / math.log(2)}
+
+
+TASKS = {"next-byte": NextByte}

@@ -6,14 +6,16 @@ Nothing heavy is imported until a command's arguments have been read, so that he
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any, NamedTuple, cast
 
 from jsonargparse import ArgumentError, ArgumentParser
 
 from raytraced import __version__
-from raytraced.cli.parsing import SEE_HELP, describe, make_parser, read_arguments
+from raytraced.cli.parsing import PLUGIN_HELP, SEE_HELP, describe, make_parser, read_arguments
 from raytraced.errors import did_you_mean, printable
+from raytraced.plugins import load_plugin
 
 
 class Command(NamedTuple):
@@ -136,7 +138,13 @@ def read_command(words: list[str]) -> tuple[Callable[..., Any], dict[str, Any]]:
         words = [*words[1:], "--help"]
     if not words or (len(words) == 1 and words[0] in GROUPS):
         words = [*words, "--help"]
+    words, files = split_plugins(words)
     name = find_command(words)
+    if files:
+        import_module("raytraced.models.registry")  # these refuse names that the package has
+        import_module("raytraced.tasks.registry")
+    for file in files:
+        load_plugin(file)
     parsers = build_parsers()
     if name is None:
         try:
@@ -147,6 +155,25 @@ def read_command(words: list[str]) -> tuple[Callable[..., Any], dict[str, Any]]:
     function, command = COMMANDS[name].function, tuple(name.split())
     parsers[name].description = describe(function)
     return function, read_arguments(parsers[name], function, words[len(command) :], parsers[""], command)
+
+
+def split_plugins(words: list[str]) -> tuple[list[str], list[str]]:
+    """Take `--plugin FILE`, which every command has, out of the words; what follows `--` stays."""
+    end = words.index("--") if "--" in words else len(words)
+    kept, files = [], []
+    remaining = iter(words[:end])
+    for word in remaining:
+        flag, equals, value = word.partition("=")
+        if flag != "--plugin":
+            kept.append(word)
+            continue
+        file = value if equals else next(remaining, "")
+        if not file or file.startswith("-"):
+            raise ValueError("--plugin: needs the path of a Python file; see docs/guides/extending.md")
+        files.append(file)
+    if files and not kept:
+        raise ValueError(f"--plugin {files[0]}: name a command first; {SEE_HELP}")
+    return kept + words[end:], files
 
 
 def find_command(words: list[str]) -> str | None:
@@ -165,7 +192,8 @@ def build_parsers() -> dict[str, ArgumentParser]:
     """The program's parser (""), with those of all commands and groups by name; none of them has its options yet."""
     top = make_parser(prog="raytraced", description="Train, evaluate and serve Mixtures of Raytraced Experts.")
     top.add_argument("-V", "--version", action="version", version=f"raytraced {__version__}", help="Print the version.")
-    top.epilog = "`raytraced COMMAND --help` or `raytraced help COMMAND` describes the options of one command."
+    help_on = "`raytraced COMMAND --help` or `raytraced help COMMAND` describes the options of one command."
+    top.epilog = f"{help_on} {PLUGIN_HELP}"
     parsers = {"": top}
     subcommands = {"": add_commands(top)}
     for name, command in COMMANDS.items():

@@ -19,7 +19,7 @@ def models(sizes: Literal["mnist", "cifar10", "digits"] = "mnist", seed: int = 0
     from rich.console import Console
 
     from raytraced.cost import measure
-    from raytraced.models.registry import MODELS, build
+    from raytraced.models.registry import build, find_model, model_names
     from raytraced.tables import make_table, print_table
 
     torch.set_num_threads(1)  # At these sizes more threads are slower.
@@ -27,7 +27,8 @@ def models(sizes: Literal["mnist", "cifar10", "digits"] = "mnist", seed: int = 0
     images = torch.rand(256, *shape, generator=torch.Generator().manual_seed(seed))
     every, rows = {}, []
     with torch.random.fork_rng(devices=[]):
-        for name, info in MODELS.items():
+        for name in model_names():
+            _, info = find_model(name)
             torch.manual_seed(seed)
             cost = measure(build(name, image_shape=shape, num_classes=10), images)
             flags = {"adaptive": info.adaptive, "anytime": info.anytime}

@@ -47,6 +47,7 @@ SYNONYMS = OLD_NAMES | {
 }  # fmt: skip
 
 SEE_HELP = "see --help"
+PLUGIN_HELP = "--plugin FILE, after the command and as often as needed, loads routers, tasks, data sets or kernels."
 LISTS = (list[str], list[str] | None)
 BUILT_IN = ("help", "config", "print_config")
 """options that the parser adds to those of a function"""
@@ -110,7 +111,7 @@ def add_options(parser: ArgumentParser, function: Callable[..., Any]) -> list[Op
         if option.kind is bool:
             settings |= {"nargs": "?", "const": True}
         parser.add_argument(flag, **settings)
-    parser.epilog = "In option names - and _ mean the same."
+    parser.epilog = f"In option names - and _ mean the same. {PLUGIN_HELP}"
     return options
 
 

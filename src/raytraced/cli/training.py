@@ -165,11 +165,13 @@ def open_model(
     The data of a run is that of its config.yaml. Of a model file alone, the card's data is opened if the catalogue has it.
     """
     from raytraced.io.saving import load
-    from raytraced.tasks.registry import catalogued_data, find_task
+    from raytraced.tasks.registry import catalogued_data, find_task, named_task
 
     near = (Path(source), *Path(source).parents[:2])
     config = next((RunFolder(folder).config for folder in near if (folder / "config.yaml").is_file()), None)
     model = load(source, memory=memory)
+    if model.card.task is not None:
+        named_task(model.card.task, model.card.plugins)  # a task that is not here is refused by its name
     name = data or (config.data if config else catalogued_data(model.card))
     if name is None:
         raise ValueError(f"{source}: its card names no data set of the catalogue; give the data with --data")
@@ -261,7 +263,8 @@ def predict(
         raise ValueError(f"{source}: its card names no task, so it is unknown how to read files for it")
     picture = None if sequence is None else Path(sequence)
     asked = {"max_experts": max_experts, "confidence": confidence}
-    rows = named_task(model.card.task).predict(model.to(choose_device(device)), files, top, asked, picture, skip_bad)
+    task = named_task(model.card.task, model.card.plugins)
+    rows = task.predict(model.to(choose_device(device)), files, top, asked, picture, skip_bad)
     if json:
         for row in rows:
             print(dumps(row))

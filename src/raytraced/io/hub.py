@@ -167,7 +167,7 @@ def first_line(error: BaseException) -> str:
 
 def config_values(card: ModelCard) -> dict[str, Any]:
     """A card as the values of config.json; a language model's have the names of transformers, which reads the folder too."""
-    values = {key: value for key, value in asdict(card).items() if value not in (None, {})}
+    values = {key: value for key, value in asdict(card).items() if value not in (None, {}, [])}
     family, _ = find_model(card.model)
     if family != "gpt":
         return {"library_name": "raytraced", **values}

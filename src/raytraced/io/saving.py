@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from raytraced.errors import printable
 from raytraced.experts import MLPExperts
 from raytraced.files import DamagedFileError as DamagedFileError
 from raytraced.files import write_file
@@ -29,6 +30,7 @@ from raytraced.io.finding import find_model_file
 from raytraced.models.card import ModelCard, check_card, read_card
 from raytraced.models.output import Model
 from raytraced.models.registry import build, find_model
+from raytraced.plugins import missing_plugins
 from raytraced.store.experts import StoredExperts, expert_numbers
 from raytraced.store.layout import STORE_FORMAT, GridShape, StoreFile, open_store, read_format, write_store
 from raytraced.store.pool import ExpertPool, LimitError
@@ -100,7 +102,8 @@ def card_text(card: ModelCard) -> str:
     """A card as the text that is written into a file; a ValueError if a file cannot hold it."""
     try:
         check_card(card)
-        return json.dumps(asdict(card))
+        # Models that need no plugin are written as before there were any.
+        return json.dumps({name: value for name, value in asdict(card).items() if name != "plugins" or value})
     except TypeError as error:
         raise ValueError(f"{card.model}: its card holds more than plain values, a file cannot: {error}") from error
     except ValueError as error:
@@ -146,7 +149,10 @@ def load_model(path: Path, text: str, make: Callable[[ModelCard], Model]) -> Mod
     try:
         find_model(card.model)
     except ValueError as error:  # a whole file, of a router or a version that is not installed
-        remedy = "import the module that registers it first, or update raytraced"
+        if card.plugins:
+            needs = missing_plugins(card.plugins)
+            raise ValueError(f"{path}: {printable(card.model)!r} is not a known model; {needs}") from error
+        remedy = "install its package, give its file with --plugin, or update raytraced"
         raise ValueError(f"{path}: {error}; if it is a custom model, {remedy}") from error
     try:
         return make(card)

@@ -38,7 +38,8 @@ from raytraced.kernels.cpp_early_exit import EarlyExitResult as EarlyExitResult
 from raytraced.kernels.cpp_gradients import unstacked as unstacked
 from raytraced.kernels.cpp_raytrace import KernelArgs as KernelArgs
 from raytraced.kernels.operation import OPERATIONS as OPERATIONS
-from raytraced.kernels.operation import Implementation, Operation, use
+from raytraced.kernels.operation import Implementation, Operation, add_plugin, use
+from raytraced.plugins import subscribe
 from raytraced.routing import entry_rates, input_logits
 from raytraced.sequence import WEIGHTINGS, Route, any_seen, unroll
 from raytraced.store.experts import StoredExperts
@@ -196,3 +197,7 @@ def expert_macs(experts: Experts, dim: int) -> int:
         return experts.num_weights
     like = next(experts.parameters(), torch.empty(0))
     return count_macs(lambda: experts.run_expert(0, 0, like.new_zeros(1, dim)))
+
+
+# Implementations of plugins come first in their operation's list. Last in this file: their modules import it.
+subscribe("kernel", add_plugin)

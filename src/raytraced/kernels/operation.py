@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
+from raytraced.plugins import Plugin, load_plugin_object
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -95,6 +97,20 @@ class Operation(Generic[P, R]):
         free = tuple(i for i in self.implementations if not any(part in forced for part in i.parts))
         chosen = tuple(i for i in free if word in (i.name, i.kind) or i.kind == "steps")
         return chosen if word and chosen else free
+
+
+def add_plugin(plugin: Plugin) -> None:
+    """Put a plugin's implementation first in the list of the operation that its name "OPERATION.NAME" begins with."""
+    target, _, name = plugin.name.partition(".")
+    about = f"kernel {plugin.name} of {plugin.origin}"
+    if target not in OPERATIONS or not name:
+        operations = ", ".join(OPERATIONS)
+        raise ValueError(f"{about}: must be named OPERATION.NAME, with one of the operations {operations}")
+    thing = load_plugin_object(plugin)
+    if not isinstance(thing, Implementation) or thing.name != name:
+        raise ValueError(f"{about}: is {thing!r:.60}; must be an Implementation with the name {name!r}")
+    operation = OPERATIONS[target]
+    operation.implementations = (thing, *(one for one in operation.implementations if one.name != name))
 
 
 def _read_switch() -> dict[str, str]:

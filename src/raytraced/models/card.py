@@ -20,6 +20,8 @@ class ModelCard:
         training: Options of the training run.
         calibration: The confidence threshold ("confidence"), where the exits are ("exit_every"), and the figures that
             were measured with them; empty for a model that is not calibrated.
+        plugins: What the model needs besides raytraced: "package NAME VERSION" or "file NAME" for each. It is a note for
+            the reader: nothing is imported because a card names it.
     """
 
     model: str
@@ -29,6 +31,7 @@ class ModelCard:
     data: str | None = None
     training: dict[str, Any] = field(default_factory=dict)
     calibration: dict[str, Any] = field(default_factory=dict)
+    plugins: list[str] = field(default_factory=list)
 
 
 # Options that had other names before version 0.2: cards, runs and records written then are still read.
@@ -49,6 +52,7 @@ _ENTRIES: dict[str, Any] = {
     "data": str | None,
     "training": dict,
     "calibration": dict,
+    "plugins": list,
 }
 
 
@@ -100,6 +104,8 @@ def check_card(card: ModelCard) -> None:
             raise ValueError(f"its card's {name} holds {number}; numbers must be finite")
     if card.data is not None and "/" in card.data:
         raise ValueError(f"its card's data is {card.data!r:.60}; must be the name of a data set, not a path")
+    if not all(isinstance(origin, str) for origin in card.plugins):
+        raise ValueError(f"its card's plugins are {card.plugins!r:.60}; must be texts")
     if not isinstance(card.training.get("data_options", {}), dict):
         raise ValueError("its card's training has data_options of the wrong kind")
     if card.calibration:

@@ -6,13 +6,14 @@ file does not import torch: the command line checks names with it.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from raytraced.errors import did_you_mean, fits, require, type_words
 from raytraced.models.card import ModelCard
+from raytraced.plugins import all_plugins, find_plugin, on_register, plugin_names, refuse_taken_name
 
 if TYPE_CHECKING:
     from raytraced.models.output import Model
@@ -28,8 +29,8 @@ PAPER = {"stream": "residual", "weighting": "unit", "mask_gradient": "all", "est
 class ModelInfo:
     """Where a model's layer is, where it comes from, and whether it adapts its compute and answers along the way."""
 
-    layer: str
-    """ "module:Class" of a router or of a whole layer; its arguments are the model's options"""
+    layer: str | type
+    """a router or a whole layer, as "module:Class" of raytraced or as the class; its arguments are the model's options"""
     defaults: dict[str, Any]
     """options where they differ from the class's own"""
     reference: str
@@ -42,6 +43,8 @@ class ModelInfo:
     """ "module:Class" of the whole, where the family's own does not do"""
     routing_input: str = "block"
     """default of a language model's option `routing_input`; "block": the router does not plan, and there is no other"""
+    origin: str | None = None
+    """of a plugin: the package or file that has it"""
 
 
 MLP, EXITS = "routers.dense:MLPLayers", "models.multi_exit:MultiExit"
@@ -69,6 +72,8 @@ MODELS = {
     ),
 }  # fmt: skip
 
+on_register("router", refuse_taken_name(MODELS))
+
 # The trained models inside the package, in pretrained/.
 SHIPPED = ("mre-mnist", "mre-fashion-mnist", "mre-cifar10", "mre-digits", "mre-paper-fashion-mnist")
 
@@ -82,18 +87,60 @@ FOLLOWS_DEPTH = ("num_layers", "num_blocks")
 
 def find_model(name: str) -> tuple[str, ModelInfo]:
     """The family and the layer that a model's name stands for."""
-    for family in sorted(FAMILIES, key=len, reverse=True):
-        layer = name.removeprefix(f"{family}-") if family else name
-        # a layer that needs a whole model of its own (multi-exit) is of no other family
-        if name.startswith(family) and layer in MODELS and not (family and MODELS[layer].model):
-            return family, MODELS[layer]
+    for families in (lambda: FAMILIES, plugin_families):  # plugins are imported only for a name that is not ours
+        for family in sorted(families(), key=len, reverse=True):
+            layer = name.removeprefix(f"{family}-") if family else name
+            info = _find_layer(layer) if name.startswith(family) else None
+            # a layer that needs a whole model of its own (multi-exit) is of no other family
+            if info is not None and not (family and info.model):
+                return family, info
     raise ValueError(f"model={name}: no such model; {did_you_mean(name, model_names(name))}")
+
+
+def _find_layer(name: str) -> ModelInfo | None:
+    """The layer of a name: one of MODELS, or a plugin's; None where there is none."""
+    if name in MODELS or (found := find_plugin("router", name)) is None:
+        return MODELS.get(name)
+    from raytraced.layer import RoutedLayer, Router
+
+    thing, origin = found
+    if isinstance(thing, ModelInfo):
+        return replace(thing, origin=origin)
+    if not (isinstance(thing, type) and issubclass(thing, Router | RoutedLayer)):
+        raise ValueError(f"router {name} of {origin}: is {thing!r:.60}; must be a subclass of Router, or a ModelInfo")
+    return ModelInfo(thing, GRID, origin, anytime=getattr(thing, "answers_along_the_way", False), origin=origin)
+
+
+def plugin_families() -> dict[str, Any]:
+    """The families of models that plugins' tasks have: the class of their models by name."""
+    tasks = [task for task, _ in all_plugins("task").values()]
+    return {task.family: task.model_class for task in tasks if getattr(task, "model_class", None) is not None}
 
 
 def model_names(like: str = "") -> list[str]:
     """The names that models of one family have, that of a name which begins as it does."""
-    family = next((each for each in FAMILIES if each and like.startswith(each)), "")
-    return [f"{family}-{layer}" for layer in MODELS if not MODELS[layer].model] if family else list(MODELS)
+    family = next((each for each in (*FAMILIES, *plugin_families()) if each and like.startswith(each)), "")
+    names = [*MODELS, *(name for name in plugin_names("router") if name not in MODELS)]
+    whole = [name for name in MODELS if MODELS[name].model]
+    return [f"{family}-{layer}" for layer in names if layer not in whole] if family else names
+
+
+def _resolve(thing: Any) -> Any:
+    """A class, from its place in raytraced ("module:Class") or as it is."""
+    return resolve_name(f"raytraced.{thing}") if isinstance(thing, str) else thing
+
+
+def _model_class(family: str, info: ModelInfo) -> Any:
+    """What a family's models are made of."""
+    return _resolve(info.model or FAMILIES.get(family) or plugin_families()[family])
+
+
+def _origins(family: str, info: ModelInfo) -> list[str]:
+    """The packages and files that a model needs besides raytraced."""
+    origins = {info.origin} if info.origin else set()
+    if family not in FAMILIES:
+        origins |= {origin for task, origin in all_plugins("task").values() if task.family == family}
+    return sorted(origins)
 
 
 def build(name: str, **given: Any) -> "Model":
@@ -109,7 +156,7 @@ def build(name: str, **given: Any) -> "Model":
         The model; its `card` holds all options, defaults included.
     """
     family, info = find_model(name)
-    made = resolve_name(f"raytraced.{info.model or FAMILIES[family]}")
+    made = _model_class(family, info)
     arguments = inspect.signature(made).parameters
     wanted = {key: each for key, each in arguments.items() if key not in ("make_layer", "dim")}
     class_names = given.pop("class_names", None)
@@ -132,7 +179,7 @@ def build(name: str, **given: Any) -> "Model":
     model: Model = made(_LayerFactory(info.layer, options), options["dim"], **spec)
     spec |= {key: getattr(model, key) for key in wanted if key not in spec and getattr(model, key, None) is not None}
     names = {} if class_names is None else {"class_names": list(class_names)}
-    model.card = ModelCard(model=name, spec=spec | names, options=options)
+    model.card = ModelCard(model=name, spec=spec | names, options=options, plugins=_origins(family, info))
     return model
 
 
@@ -140,7 +187,7 @@ def complete_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """All options of a model's layer, checked; defaults are spelled out, so that they keep their meaning."""
     family, info = find_model(name)
     _, known = _layer(info.layer)
-    made = resolve_name(f"raytraced.{info.model or FAMILIES[family]}")
+    made = _model_class(family, info)
     around = [key for key in inspect.signature(made).parameters if family and key != "make_layer"]
     if family == "gpt":
         if grid := sorted(set(given) & set(FOLLOWS_DEPTH)):
@@ -166,7 +213,7 @@ def complete_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
 class _LayerFactory:
     """Makes a layer with some options; a family may add how many layers the grid has, and what the router reads."""
 
-    def __init__(self, path: str, options: dict[str, Any]) -> None:
+    def __init__(self, path: str | type, options: dict[str, Any]) -> None:
         self.path, self.options = path, options
 
     def __call__(self, num_layers: int | None = None, routing_dim: int | None = None) -> Any:
@@ -179,11 +226,11 @@ class _LayerFactory:
         return make(**options)
 
 
-def _layer(path: str) -> tuple[Callable[..., Any], dict[str, inspect.Parameter]]:
+def _layer(path: str | type) -> tuple[Callable[..., Any], dict[str, inspect.Parameter]]:
     """A function that makes a layer, and its options: those of the class, of its config, and of the grid behind a router."""
     from raytraced.layer import Router, routed_layer
 
-    made = resolve_name(f"raytraced.{path}")
+    made = _resolve(path)
     known = dict(inspect.signature(made).parameters)
     make = made
     if issubclass(made, Router):

@@ -5,7 +5,7 @@ batch, T targets of a sample (images have one, texts many), L layers, N experts 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Collection, Iterator, Sequence, Sized
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -144,6 +144,10 @@ class Task(ABC, Generic[D]):
     """whether a higher figure is better"""
     family: ClassVar[str | None] = None
     """family of its models (see models/registry.py); None: any"""
+    model_class: ClassVar[type[Model] | None] = None
+    """of a plugin with a new family: the class of its models, whose first arguments are `make_layer` and `dim`"""
+    data_names: ClassVar[Collection[str]] = ()
+    """of a plugin: names of the data sets that `load` knows"""
     measured: ClassVar[tuple[str, ...]] = ()
     """names in its spec that are measured from the data: more data of the same kind may change them"""
     options: ClassVar[dict[str, Any]] = {}
@@ -152,6 +156,11 @@ class Task(ABC, Generic[D]):
     """what the samples of a split are called in tables"""
     formats: ClassVar[dict[str, str]]
     """names of the figures that progress and tables show, and their formats"""
+
+    @classmethod
+    def takes_path(cls, path: Path) -> bool:
+        """Whether a path holds data of this task; asked of plugins only."""
+        return False
 
     @abstractmethod
     def load(self, data: str, root: str | None = None, **options: Any) -> D:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from raytraced.io.saving import load, rebuild, save_tensors
 from raytraced.models.output import Model, num_parameters
-from raytraced.tasks.registry import find_task, is_catalogued
+from raytraced.tasks.registry import find_task, is_catalogued, task_origin
 from raytraced.tasks.task import LARGEST_BATCH, Batch
 from raytraced.training import optim
 from raytraced.training.callbacks import Callback, Pictures, Reporter, RunInfo
@@ -184,7 +184,10 @@ class Trainer:
         self.model = task.build(config.model, self.data, config.model_options)
         # Cards are shared: leave local paths out.
         training = {key: value for key, value in config.public().items() if key != "data"}
-        self.card = replace(self.model.card, task=task.name, data=self.data.name, training=training)
+        origins = {*self.model.card.plugins, *filter(None, [task_origin(task.name)])}
+        self.card = replace(
+            self.model.card, task=task.name, data=self.data.name, training=training, plugins=sorted(origins)
+        )
         self.model.to(world.device)
         if config.compile:
             for part in self.model.children():
