@@ -227,7 +227,7 @@ def test_a_compiled_layer_gives_the_same_values_and_gradients():
         (lambda: RaytracedExperts(4, 0, 2), "num_layers=0: must be at least 1"),
         (lambda: RaytracedExperts(4, 2, 0), "num_experts=0: must be at least 1"),
         (lambda: RaytracedExperts(4, 2, 2, stream="none"), "stream='none': must be one of residual, skip-sum, last"),
-        (lambda: RaytracedExperts(4, 2, 2, weighting="x"), "weighting='x': must be one of unit, rates-to-one, rates"),
+        (lambda: RaytracedExperts(4, 2, 2, weighting="x"), "weighting='x': must be one of auto, unit, rates-to-one"),
         (lambda: RaytracedExperts(4, 2, 2, mask_gradient="x"), "mask_gradient='x': must be one of all, active"),
         (lambda: RaytracedExperts(4, 2, 2, train_select="x"), "train_select='x': must be one of sample, greedy"),
         (lambda: RaytracedExperts(4, 2, 2, estimator="x"), "estimator='x': must be one of"),

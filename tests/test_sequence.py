@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytraced import Rates, Route, RoutingNetwork, activation_sequence, rays, stop_losses
+from raytraced import Rates, Route, RoutingNetwork, activation_sequence, kernels, rays, stop_losses
 from raytraced.rng import exponential, new_seed
-from raytraced.sequence import GRADIENTS, WEIGHTINGS, Estimator, Select, Stop
+from raytraced.sequence import GRADIENTS, RATE_FLOOR, WEIGHTINGS, Estimator, Select, Stop, expert_weights
 from reference import all_paths, greedy_of_one, rates_of_one, sequence_of_one
 
 ESTIMATORS = ("reinmax", "gumbel", "straight-through")
@@ -371,3 +371,80 @@ def test_a_sequence_without_steps_has_a_zero_gradient(estimator):
     (grad,) = torch.autograd.grad(route.active.sum(), entry)
     assert torch.equal(grad, torch.zeros_like(entry))
     assert torch.equal(route.active, torch.zeros_like(route.active))
+
+
+@given(grids, st.floats(0.1, 5))
+def test_relative_weights_do_not_change_when_smaller_rates_join(grid, scale):
+    num_layers, num_experts, seed = grid
+    torch.manual_seed(seed)
+    rates = torch.rand(6, num_layers, num_experts, dtype=torch.float64)
+    active = (torch.rand_like(rates) < 0.6).double()
+    before = expert_weights("relative", active, rates, scale)
+    assert bool((before[active == 0] == 0).all())
+    largest = (active * rates).amax(-1)
+    filled = active.sum(-1) > 0
+    torch.testing.assert_close(before.amax(-1)[filled], torch.full_like(largest, scale)[filled])
+    joins = (rates < largest[..., None]) & (active == 0)
+    after = expert_weights("relative", active + joins, rates, scale)
+    assert torch.equal(after[active == 1], before[active == 1])
+    others = expert_weights("rates-to-one", active + joins, rates)  # the same law does not hold for these
+    if bool((joins.any(-1) & filled).any()):
+        assert not torch.equal(others[active == 1], expert_weights("rates-to-one", active, rates)[active == 1])
+
+
+def test_the_only_expert_of_a_layer_has_a_gradient_by_relative_weights_alone():
+    active = torch.tensor([[[0.0, 1.0, 0.0]]])
+    for weighting, expected in (("relative", [0.0, 3 / 0.25, 0.0]), ("rates-to-one", [0.0, 0.0, 0.0])):
+        rates = torch.tensor([[[0.5, 0.25, 0.1]]], requires_grad=True)
+        weights = expert_weights(weighting, active, rates, 3.0)
+        assert weights.flatten().tolist() == [0.0, 3.0, 0.0]
+        (grad,) = torch.autograd.grad(weights.sum(), rates)
+        torch.testing.assert_close(grad.flatten(), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("rate", [1e-30, 0.0])
+def test_relative_weights_are_finite_if_rates_underflow(rate):
+    rates = torch.tensor([[[rate, rate / 2]]], requires_grad=True)
+    weights = expert_weights("relative", torch.ones(1, 1, 2), rates)
+    (grad,) = torch.autograd.grad(weights.sum(), rates)
+    assert bool(weights.isfinite().all())
+    assert float(weights.detach().max()) <= 1
+    assert float(grad.abs().max()) <= 1.001 / RATE_FLOOR
+
+
+@pytest.mark.parametrize("select", SELECTS)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("kernel", ["plain", ""])
+def test_a_stop_per_row_gives_each_row_what_its_number_gives_alone(select, estimator, kernel):
+    torch.manual_seed(0)
+    routing, entry = RoutingNetwork(3, 5), entries(40, 5)
+    values = [0.02, 0.3, 1.0, 4.0]
+    options = {"select": select, "estimator": estimator}
+    stop = torch.tensor(values * 10, dtype=torch.float64)
+    with kernels.use(kernel):
+        together = activation_sequence(routing, entry, stop=stop, generator=generator(), **options)
+        for value in values:
+            alone = activation_sequence(routing, entry, stop=value, generator=generator(), **options)
+            rows = stop == value
+            assert torch.equal(together.nodes[rows], alone.nodes[rows])
+            assert torch.equal(together.rates.output[rows], alone.rates.output[rows])
+    lengths = [float(together.num_active[stop == value].double().mean()) for value in values]
+    assert lengths[0] > lengths[1] > lengths[-1]
+
+
+BAD_STOPS = [
+    (torch.tensor([1.0, -0.5, 2.0]), "stop=-0.5 in a tensor: must be above 0 and finite"),
+    (torch.tensor([1.0, 0.0, 2.0]), "stop=0 in a tensor: must be above 0 and finite"),
+    (torch.tensor([1.0, float("nan"), 2.0]), "stop=nan in a tensor: must be above 0 and finite"),
+    (torch.tensor([float("inf"), 1.0, 2.0]), "stop=inf in a tensor: must be above 0 and finite"),
+    (torch.ones(4), r"stop has shape \(4,\): must be \(3,\), one number for each vector"),
+    (torch.ones(()), r"stop has shape \(\): must be \(3,\), one number for each vector"),
+    (torch.ones(3, dtype=torch.bool), r"stop=torch.bool: must hold real numbers"),
+]
+
+
+@pytest.mark.parametrize(("stop", "message"), BAD_STOPS)
+def test_bad_stops_per_row_are_refused_in_one_line(stop, message):
+    with pytest.raises(ValueError, match=message) as error:
+        activation_sequence(RoutingNetwork(2, 3), entries(3, 3), stop=stop)
+    assert "\n" not in str(error.value)

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 E = TypeVar("E", bound=Exception)
 
 TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null",
-         dict: "a table of names and values"}  # fmt: skip
+         dict: "a table of names and values", tuple: "a list of numbers"}  # fmt: skip
 MAX_THREADS = 1024
 
 
@@ -54,6 +54,9 @@ def fits(value: object, kind: Any) -> bool:
         return callable(value)
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
+    if get_origin(kind) is tuple:  # a list, where it was read from a file or the command line
+        members = get_args(kind)
+        return isinstance(value, list | tuple) and len(value) == len(members) and all(map(fits, value, members))
     return type(value) is get_origin(kind)
 
 

@@ -18,7 +18,7 @@ from raytraced.errors import require, require_one_of
 from raytraced.experts import Experts, Stream, StreamName, make_grid, run_stream
 from raytraced.rng import RandomSource, check_generator, new_seed, uniform
 from raytraced.routing import Rates
-from raytraced.sequence import Route, Select
+from raytraced.sequence import Route, Select, StopPerRow, check_stop
 
 T = TypeVar("T")
 
@@ -64,11 +64,18 @@ class Call(NamedTuple):
     generator: RandomSource = None
     rows: Tensor | None = None  # (B,), the row numbers that draws depend on; None: 0 … B − 1
     exits: bool = False
+    stop: StopPerRow | None = None  # in place of the layer's own rule; a tensor (B,) has a number per row
 
     @property
     def is_default(self) -> bool:
         """Whether no option is set that only some routers support."""
-        return self.select in (None, "greedy") and self.max_experts is None
+        return self.select in (None, "greedy") and self.max_experts is None and self.stop is None
+
+    def keep(self, rows: Tensor | slice) -> "Call":
+        """The call for some of its rows."""
+        rows_B = None if self.rows is None else self.rows[rows]
+        stop = self.stop[rows] if isinstance(self.stop, Tensor) else self.stop
+        return self._replace(rows=rows_B, stop=stop)
 
 
 class Draws:
@@ -154,7 +161,7 @@ class Router(nn.Module):
             A Choice of shape (B, S, N), or None if the router must be asked step by step.
         """
         if not call.is_default:
-            raise ValueError("select and max_experts: this router supports neither; use a raytraced layer")
+            raise ValueError("select, max_experts and stop: this router supports none of them; use a raytraced layer")
         return None
 
     def alike(self, call: Call) -> bool:
@@ -237,6 +244,7 @@ class RoutedLayer(nn.Module):
         rows: Tensor | None = None,
         mask: Tensor | None = None,
         exits: bool = False,
+        stop: StopPerRow | None = None,
     ) -> LayerOutput:
         """Choose experts for every vector and run them.
 
@@ -250,16 +258,20 @@ class RoutedLayer(nn.Module):
                 alone. Default: 0, 1, 2, …
             mask: (...), bool. Vectors where it is False pass through unchanged: no routing, no load, no cost.
             exits: Whether to return the vectors before the first step and after each step too.
+            stop: How much the output node's rate counts when raytraced layers choose the next node: a number, or a tensor
+                (...) with a number per vector; smaller values run more experts. Default: the layer's own `stop`.
 
         Returns:
             LayerOutput with `hidden` (..., D), `update` (..., D), `route` and, if asked for, `exits` (S + 1, ..., D).
         """
-        call = Call(select, max_experts, generator, rows, exits)
+        call = Call(select, max_experts, generator, rows, exits, stop)
         if hidden.ndim == 2 and mask is None:  # Hot path at batch size 1: no reshaping.
             self.check(hidden)
             check_generator(generator)
             if rows is not None:
                 call = call._replace(rows=flat("rows", rows, hidden.shape[:1]))
+            if stop is not None:
+                call = call._replace(stop=flat_stop(stop, hidden.shape[:1]))
             out = self.run(hidden, call)
             return out._replace(residual=hidden) if self.stream.adds_input else out
         hidden_BD, call, put_back = self.as_rows(hidden, call, mask)
@@ -273,11 +285,12 @@ class RoutedLayer(nn.Module):
         check_generator(call.generator)
         shape, residual = hidden.shape[:-1], hidden if self.stream.adds_input else None
         hidden_BD, rows_B = hidden.reshape(-1, self.dim), flat("rows", call.rows, shape)
-        if mask is None:
-            kept_n = None
-        else:
+        call = call._replace(rows=rows_B, stop=flat_stop(call.stop, shape))
+        kept_n: Tensor | None = None
+        if mask is not None:
             kept_n = flat_mask(mask, shape).nonzero()[:, 0]
-            rows_B = kept_n if rows_B is None else rows_B[kept_n]
+            call = call.keep(kept_n)
+            call = call._replace(rows=kept_n) if rows_B is None else call
 
         def put_back(out: LayerOutput) -> LayerOutput:
             if kept_n is not None:
@@ -286,7 +299,7 @@ class RoutedLayer(nn.Module):
             route = shape_route(out.route, shape)
             return out._replace(hidden=out.hidden.view(hidden.shape), route=route, residual=residual, exits=exits)
 
-        return hidden_BD if kept_n is None else hidden_BD[kept_n], call._replace(rows=rows_B), put_back
+        return hidden_BD if kept_n is None else hidden_BD[kept_n], call, put_back
 
     def run(self, hidden_BD: Tensor, call: Call) -> LayerOutput:
         """Rows (B, D) through the grid: all steps at once where the router plans ahead, else step by step."""
@@ -306,7 +319,7 @@ class RoutedLayer(nn.Module):
         """The layer's answers after no step, after the first, the second, …, for rows (B, D) that may leave on the way."""
         self.check(hidden_BD)
         check_generator(call.generator)
-        return LayerExits(self, hidden_BD, call)
+        return LayerExits(self, hidden_BD, call._replace(stop=flat_stop(call.stop, hidden_BD.shape[:1])))
 
     def read_out(self, hidden: Tensor) -> Tensor:
         """The vectors that whatever follows the layer gets, from those of the stream (..., D)."""
@@ -434,6 +447,7 @@ class LayerExits:
         self.state = self.state._replace(hidden=hidden_nD[rows], answer=answer_nD[rows])
         self.active_nSN = self.active_nSN[rows]
         self.draws.keep(rows)
+        self.call = self.call.keep(rows)
         if self.plan is not None:
             active, weights, route = self.plan.active[rows], self.plan.weights[rows], self.plan.route
             nodes_nT = None if route is None or route.nodes is None else route.nodes[rows]
@@ -490,6 +504,17 @@ def flat(name: str, values: Tensor | None, shape: torch.Size) -> Tensor | None:
     if values.is_floating_point():
         raise ValueError(f"{name} are {values.dtype}: must be whole numbers")
     return values if values.ndim == 1 else values.reshape(-1)
+
+
+def flat_stop(stop: StopPerRow | None, shape: torch.Size) -> StopPerRow | None:
+    """A rule for the output node, checked; a tensor with a number for each hidden vector as (B,)."""
+    if stop is None:
+        return None
+    if isinstance(stop, Tensor) and stop.shape not in (shape, (shape.numel(),)):
+        rule = f"must be {tuple(shape)}, one number for each vector, or a single number that is no tensor"
+        raise ValueError(f"stop has shape {tuple(stop.shape)}: {rule}")
+    check_stop(stop)
+    return stop.detach().reshape(-1) if isinstance(stop, Tensor) else stop
 
 
 def flat_mask(mask: Tensor, shape: torch.Size) -> Tensor:

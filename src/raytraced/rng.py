@@ -57,6 +57,21 @@ def uniform(seed: Tensor, rows_B: Tensor, step: int) -> Tensor:
     return _uniform(philox(seed, (low, high, zero + step // 4, zero))[:, step % 4])
 
 
+def log_uniform(seed: Tensor, rows_B: Tensor, low: float, high: float) -> Tensor:
+    """Draw one number per row whose logarithm is uniform.
+
+    Args:
+        seed: A 64-bit seed, a scalar of int64.
+        rows_B: Row numbers (B,), int64.
+        low: Lower end of the range, above 0.
+        high: Upper end of the range, at least `low`.
+
+    Returns:
+        Numbers in low … high (B,), float64.
+    """
+    return low * (high / low) ** uniform(seed, rows_B, 0)
+
+
 def exponential(seed: Tensor, rows_B: Tensor, step: int, num_candidates: int) -> Tensor:
     """Draw one standard exponential number per row and candidate.
 

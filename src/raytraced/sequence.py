@@ -6,7 +6,7 @@ O = N + 1 outlets of a gate, T steps.
 
 from collections.abc import Callable
 from numbers import Real
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from raytraced.routing import Rates, RoutingNetwork
 
 Select = Literal["sample", "greedy"]
 Stop = Literal["drawn", "dominant"] | float
+StopPerRow = Stop | Tensor
+"""a rule for the output node, the same for all rows or a number for each (B,)"""
 Estimator = Literal["reinmax", "gumbel", "straight-through", "none"]
 
 # On these devices reading a value waits for all queued work: the number of steps is fixed, so that they can be captured.
@@ -153,21 +155,23 @@ def _choose(probs_BK: Tensor, noise: Tensor | None) -> Tensor:
     return (probs_BK / noise).argmax(-1)
 
 
-def apply_stop(probs_BK: Tensor, stop: Stop) -> Tensor:
+def apply_stop(probs_BK: Tensor, stop: StopPerRow) -> Tensor:
     """Apply the rule for the output node to the probabilities of the candidates.
 
     Args:
         probs_BK: Probabilities of the candidates (B, K), the output node last.
         stop: "drawn" changes nothing: the sequence ends when the output node is drawn. "dominant" is the paper's
             footnote: only the output node once its rate exceeds all others, only the nodes before that. A number
-            multiplies the rate of the output node: smaller values run more experts.
+            multiplies the rate of the output node: smaller values run more experts. A tensor (B,) has a number per row.
 
     Returns:
         Values (B, K) in proportion to the probability of each candidate to be chosen; they need not sum to 1.
     """
+    nodes_BM, output_B1 = probs_BK[:, :-1], probs_BK[:, -1:]
+    if isinstance(stop, Tensor):
+        return torch.cat((nodes_BM, stop.to(output_B1)[:, None] * output_B1), -1)
     if stop == "drawn":
         return probs_BK
-    nodes_BM, output_B1 = probs_BK[:, :-1], probs_BK[:, -1:]
     if not isinstance(stop, str):
         return torch.cat((nodes_BM, stop * output_B1), -1)
     dominant_B1 = output_B1 > nodes_BM.amax(-1, keepdim=True)
@@ -178,7 +182,7 @@ def unroll(
     routing: RoutingNetwork,
     entry_BN: Tensor,
     *,
-    stop: Stop,
+    stop: StopPerRow,
     estimator: Estimator,
     temperature: float,
     num_steps: int,
@@ -196,7 +200,7 @@ def unroll(
     Args:
         routing: The routing network.
         entry_BN: Rates that enter the first layer (B, N).
-        stop: Rule for the output node, see `apply_stop`.
+        stop: Rule for the output node, see `apply_stop`; a tensor (B,) has a number per row.
         estimator: Gradient of the draws: "reinmax", "gumbel" (the paper's), "straight-through" or "none".
         temperature: Temperature of the estimator "gumbel".
         num_steps: Largest number of steps, and of active nodes.
@@ -271,28 +275,61 @@ def rates_weights(active_BLN: Tensor, rates_BLN: Tensor) -> Tensor:
     return rates_to_one_weights(active_BLN, rates_BLN) * count_BL1
 
 
+def relative_weights(active_BLN: Tensor, rates_BLN: Tensor) -> Tensor:
+    """Firing rates over the largest active rate of each layer, which is a constant to the gradient.
+
+    A weight does not change when experts of smaller rates join, and the gate of a layer's only expert, whose weight is 1,
+    gets a gradient.
+    """
+    largest_BL1 = (active_BLN * rates_BLN).detach().amax(-1, keepdim=True)
+    # As above: a first active expert would have weight 1.
+    share_BLN = torch.where(largest_BL1 > 0, rates_BLN / largest_BL1.clamp_min(RATE_FLOOR), 1.0)
+    return active_BLN * share_BLN
+
+
 WEIGHTINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "unit": unit_weights,
     "rates-to-one": rates_to_one_weights,
     "rates": rates_weights,
+    "relative": relative_weights,
 }
 
 
+def expert_weights(weighting: str, active_BLN: Tensor, rates_BLN: Tensor, scale: float = 1.0) -> Tensor:
+    """The factor of each expert's output (B, L, N): a weighting of the active set and the firing rates, times a constant."""
+    weights_BLN = WEIGHTINGS[weighting](active_BLN, rates_BLN)
+    return weights_BLN if scale == 1 else weights_BLN * scale
+
+
+STOP_RULE = "must be drawn, dominant, or a number above 0 that multiplies the output node's rate"
+
+
+def check_stop(stop: Any) -> None:
+    """Refuse a rule for the output node that is no word of `Stop`, no number above 0, and no tensor of such numbers."""
+    if isinstance(stop, Tensor):
+        require(stop.dtype is not torch.bool and not stop.is_complex(), "stop", stop.dtype, "must hold real numbers")
+        # Values on a GPU are not read: that would wait for all queued work.
+        if stop.device.type not in FIXED_STEPS_ON and any_seen(bad := ~((stop > 0) & (stop < float("inf")))):
+            value = float(stop[bad].flatten()[0])
+            raise ValueError(f"stop={value:g} in a tensor: must be above 0 and finite; smaller values run more experts")
+    elif isinstance(stop, str):
+        require_one_of("stop", stop, ("drawn", "dominant"))
+    else:
+        is_weight = isinstance(stop, Real) and not isinstance(stop, bool) and 0 < float(stop) < float("inf")
+        require(is_weight, "stop", repr(stop), STOP_RULE)
+
+
 def check_sequence_options(
-    *, select: str, stop: str | float, estimator: str, temperature: float = 1.0, max_experts: int | None = None
+    *,
+    select: str,
+    stop: str | float | Tensor,
+    estimator: str,
+    temperature: float = 1.0,
+    max_experts: int | None = None,
 ) -> None:
     """Raise a ValueError for an invalid option, with its name, its value and the rule."""
     require_one_of("select", select, ("sample", "greedy"))
-    if isinstance(stop, str):
-        require_one_of("stop", stop, ("drawn", "dominant"))
-    else:
-        is_weight = isinstance(stop, Real) and not isinstance(stop, bool) and 0 < stop < float("inf")
-        require(
-            is_weight,
-            "stop",
-            repr(stop),
-            "must be drawn, dominant, or a number above 0 that multiplies the output node's rate",
-        )
+    check_stop(stop)
     require_one_of("estimator", estimator, get_args(Estimator))
     require(
         0 < temperature < float("inf"),

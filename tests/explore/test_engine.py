@@ -24,6 +24,7 @@ LAYERS = [
     {"stop": "dominant", "weighting": "rates", "num_hidden": 1, "hidden": 5},
     {"stop": 0.2, "num_layers": 1, "weighting": "rates"},
     {"num_layers": 1, "stream": "skip-sum"},
+    {"weighting": "relative", "weight_scale": 2.5, "stop": 0.1},
     {"num_layers": 2, "num_experts": 5, "input_rank": 3},
 ]
 

@@ -179,7 +179,7 @@ def test_a_star_stands_for_one_part_of_a_name():
 
 def test_a_grid_of_one_layer_that_never_learns_to_route_is_warned_about():
     with pytest.warns(UserWarning, match=r"num_layers=1, num_experts=3\): its gates never learn to route"):
-        rt.replace_feed_forward(blocks(), "mlp", num_layers=1, num_experts=3)
+        rt.replace_feed_forward(blocks(), "mlp", num_layers=1, num_experts=3, upcycle=True)
 
 
 def test_replaced_blocks_are_not_replaced_again():

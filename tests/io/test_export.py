@@ -104,6 +104,16 @@ def test_the_loop_of_a_graph_is_the_greedy_sequence(num_layers, num_experts, bud
         assert torch.equal(prefixes_BKX[:, k], torch.cat((prefix.active.flatten(1), prefix.rates.nodes.flatten(1)), -1))
 
 
+def test_relative_weights_are_exported():
+    model, images = make(weighting="relative", weight_scale=2.0, stop=0.1, num_experts=4), pictures(9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "while_loop", python_loop)
+        found = exporting.RaytracedGraph(model, False)(images, torch.tensor(99))
+    assert_answer(found, model(images))
+    other = make(weighting="rates-to-one", stop=0.1, num_experts=4)(images).logits
+    assert float((found["logits"] - other).abs().max()) > 1e-3
+
+
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(0, 6))
 def test_folded_experts_are_the_dense_ones(num_experts, hidden, num_hidden, num):
     experts = MLPExperts(2, num_experts, 3, hidden, num_hidden).double().requires_grad_(False)

@@ -12,7 +12,7 @@ from torch import Tensor
 from raytraced import kernels
 from raytraced.rng import exponential, uniform
 from raytraced.routing import RoutingNetwork
-from raytraced.sequence import Route, unroll
+from raytraced.sequence import Route, apply_stop, unroll
 
 # Two candidates closer than this, relative to the larger, are a tie: the order of a few additions decides.
 TIE = {torch.float32: 2e-6, torch.float64: 1e-12}
@@ -35,7 +35,7 @@ def make_case(
     *,
     estimator: str = "reinmax",
     select: str = "sample",
-    stop: str = "drawn",
+    stop: str | float | Tensor = "drawn",
     max_experts: int | None = None,
     dtype: torch.dtype = torch.float32,
     first_row: int = 0,
@@ -105,11 +105,13 @@ def ties(case: Case, nodes_BT: Tensor, logit_size: float = 1.0) -> Tensor:
             rates = wide(entry_BN.double(), active_BM.view(B, L, N), input_logits)
         nodes_BM, output_B1 = rates.nodes.flatten(1) * (1 - active_BM), rates.output[:, None]
         probs_BK = torch.cat((nodes_BM, output_B1), -1)
-        if options["stop"] == "dominant":
+        if isinstance(options["stop"], str) and options["stop"] == "dominant":
             most_B1 = nodes_BM.amax(-1, keepdim=True)
             close_BT[:, step] |= ((output_B1 - most_B1).abs() <= limit * most_B1)[:, 0]
             stops_B1 = output_B1 > most_B1
             probs_BK = torch.cat((nodes_BM * ~stops_B1, output_B1 * stops_B1), -1)
+        else:
+            probs_BK = apply_stop(probs_BK, options["stop"])
         if options["seed"] is not None and options["estimator"] != "gumbel":
             reached_BK = probs_BK.cumsum(-1)
             target_B1 = uniform(options["seed"], options["rows_B"], step)[:, None] * reached_BK[:, -1:]

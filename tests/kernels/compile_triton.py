@@ -46,7 +46,7 @@ def compile_kernel(name: str, grid: tuple[int, int], target: str, kind: str = "*
     fixed = dict(zip("LNQPR", size, strict=False))
     fixed |= {"SEES": False, "DRAWN": True, "HAS_ROWS": True}
     if name == "forward":
-        fixed |= {"RACE": False, "DOMINANT": False, "COUNTS": 1.0}
+        fixed |= {"RACE": False, "DOMINANT": False, "COUNTS": 1.0, "HAS_STOPS": False}
     else:
         fixed |= {"ESTIMATOR": 1, "FLOOR": 1e-6, "HAS_ACTIVE": True, "HAS_RATES": True, "HAS_OUTPUT": True}
     fixed |= options

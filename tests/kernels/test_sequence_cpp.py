@@ -301,3 +301,15 @@ def test_other_tensors_take_the_plain_path():
 
     assert chosen(entry_BN) == "cpp"
     assert chosen(entry_BN.bfloat16()) == chosen(entry_BN.to("meta")) == "plain"
+
+
+@pytest.mark.parametrize("sizes", [(1, 5), (2, 3), (4, 8), (3, 17)])
+@pytest.mark.parametrize(("estimator", "select"), list(product(("reinmax", "gumbel", "none"), ("sample", "greedy"))))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_stop_per_row_agrees_with_the_plain_path(sizes, estimator, select, dtype):
+    stop = torch.tensor([0.01, 0.3, 1.0, 5.0, 1e-30, 1e30], dtype=torch.float64).repeat(7)
+    case = make_case(*sizes, 42, estimator=estimator, select=select, stop=stop, dtype=dtype)
+    assert_agree(case)
+    counts = case.options["stop"], unroll(case.routing, case.entry, **case.options).num_active
+    if select == "greedy":  # a stop of 1e30 ends a sequence at the first rate that reaches the output node
+        assert bool((counts[1][counts[0] < 1e-20] >= counts[1][counts[0] > 1e20]).all())

@@ -55,6 +55,13 @@ def test_every_option_agrees_with_the_plain_path(estimator, select, stop):
     agree(3, 3, 5, **options, max_experts=2, sees=True)
 
 
+@pytest.mark.parametrize(("estimator", "select"), list(product(("reinmax", "none"), SELECTS)))
+def test_a_stop_per_row_agrees_with_the_plain_path(estimator, select):
+    options = {"estimator": estimator, "select": select, "stop": torch.tensor([0.05, 0.4, 1.0, 3.0, 0.1, 9.0])}
+    agree(3, 4, 6, **options, dtype=torch.float64)
+    agree(2, 3, 6, **options, sees=True)
+
+
 @pytest.mark.parametrize("max_experts", [0, 1, 3, 12])
 def test_steps_may_run_out_before_the_output_node_is_drawn(max_experts):
     agree(3, 4, 5, max_experts=max_experts, dtype=torch.float64)

@@ -196,22 +196,29 @@ def gate_gradient(layer, seed):
     return max(float(parameter.grad.abs().max()) for parameter in layer.router.parameters())
 
 
+TO_ONE = {"weighting": "rates-to-one"}
 UNTRAINABLE = [
-    ((1, 8), {}),
+    ((1, 8), TO_ONE),
     ((1, 2), {"weighting": "rates"}),
-    ((1, 8), {"stop": "dominant"}),
-    ((1, 8), {"stop": 1.0}),
-    ((4, 1), {}),
-    ((2, 1), {"train_select": "sample"}),
-    ((3, 1), {"estimator": "reinmax", "mask_gradient": "all"}),
+    ((1, 8), TO_ONE | {"stop": "dominant"}),
+    ((1, 8), TO_ONE | {"stop": 1.0}),
+    ((1, 8), TO_ONE | {"stop_range": (1.0, 2.0)}),
+    ((4, 1), TO_ONE),
+    ((2, 1), TO_ONE | {"train_select": "sample"}),
+    ((3, 1), TO_ONE | {"estimator": "reinmax", "mask_gradient": "all"}),
     ((3, 1), {"stop": 0.05, "weighting": "rates"}),
 ]
 TRAINABLE = [
+    ((1, 8), {}),
+    ((1, 2), {}),
+    ((2, 1), {}),
+    ((4, 1), {}),
     ((2, 8), {}),
     ((2, 2), {}),
-    ((1, 8), {"stop": 0.3}),
-    ((1, 8), {"train_select": "sample"}),
-    ((1, 8), {"estimator": "reinmax"}),
+    ((1, 8), TO_ONE | {"stop": 0.3}),
+    ((1, 8), TO_ONE | {"stop_range": (0.1, 2.0)}),
+    ((1, 8), TO_ONE | {"train_select": "sample"}),
+    ((1, 8), TO_ONE | {"estimator": "reinmax"}),
     ((4, 1), {"weighting": "unit", "estimator": "reinmax"}),
     ((1, 8), {"weighting": "unit", "estimator": "gumbel", "mask_gradient": "all"}),
 ]

@@ -210,15 +210,12 @@ class RaytracedLayer {
   weights({ nodes: rates, active }) {
     const { N, M, options } = this, weights = new Float64Array(M);
     for (let start = 0; start < M; start += N) {
-      let total = 0, count = 0;
-      for (let node = start; node < start + N; node++) {
-        total += active[node] * rates[node];
-        count += active[node];
-      }
+      const passed = rates.slice(start, start + N).map((rate, i) => active[start + i] * rate);
+      const total = options.weighting === "relative" ? Math.max(...passed) : sum(passed);
+      const count = options.weighting === "rates" ? sum(active.subarray(start, start + N)) : 1;
       for (let node = start; node < start + N; node++) {
         const share = total > 0 ? rates[node] / Math.max(total, RATE_FLOOR) : 1;
-        const scale = options.weighting === "rates" ? Math.max(count, 1) : 1;
-        weights[node] = active[node] * (options.weighting === "unit" ? 1 : share * scale);
+        weights[node] = active[node] * options.weight_scale * (options.weighting === "unit" ? 1 : share * count);
       }
     }
     return weights;

@@ -8,16 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raytraced.experts import MLPExperts
+from raytraced.layer import RoutedLayer
 from raytraced.models.classifier import Classifier
 from raytraced.models.gpt import GPT
 from raytraced.models.output import Model
-from raytraced.routers.raytraced import RaytracedExperts
+from raytraced.routers.raytraced import RaytracedExperts, RaytracedRouter
 from raytraced.store.experts import StoredExperts
 from raytraced.tasks.images.task import known_classes
 
 # Of 23 bits: a relative error of 5e-7, about that of float32 sums, for a page that is a tenth smaller.
 MANTISSA = 20
-OPTIONS = ("weighting", "stop")
+OPTIONS = ("weighting", "weight_scale", "stop")
 
 
 def why_unpackable(model: Model) -> str | None:
@@ -59,12 +60,11 @@ def pack_model(name: str, model: Model) -> dict[str, Any]:
     if reason := why_unpackable(model):
         raise ValueError(f"{name}: {reason}")
     state, spec, (layer,) = model.state_dict(), model.card.spec, model.routed_layers()
-    grid = {"num_layers": layer.router.num_layers, "num_experts": layer.router.num_experts, "stream": str(layer.stream)}
     numbers = np.concatenate([tensor.detach().cpu().float().numpy().ravel() for tensor in state.values()])
     pack: dict[str, Any] = {
         "name": name,
         "model": model.card.model,
-        "options": grid | {key: model.card.options[key] for key in OPTIONS},
+        "options": layer_options(layer),
         "shapes": [[key, list(tensor.shape)] for key, tensor in state.items()],
         "weights": deflated(planes_of(numbers)),
     }
@@ -76,6 +76,14 @@ def pack_model(name: str, model: Model) -> dict[str, Any]:
         "image_shape": list(spec["image_shape"]),
         "classes": [*map(str, known_classes(model))],
     }
+
+
+def layer_options(layer: RoutedLayer) -> dict[str, Any]:
+    """What engine.js needs to know of a raytraced layer."""
+    router = layer.router
+    assert isinstance(router, RaytracedRouter)
+    grid = {"num_layers": router.num_layers, "num_experts": router.num_experts, "stream": str(layer.stream)}
+    return grid | {key: getattr(router.config, key) for key in OPTIONS}
 
 
 def planes_of(numbers: NDArray[np.float32]) -> bytes:

@@ -102,9 +102,9 @@ def replace_feed_forward(
         The new blocks by the names of those that they replace.
     """
     if upcycle:
-        for option, kept in (("stream", "residual"), ("weighting", "rates-to-one")):
+        for option, kept in (("stream", "residual"), ("weighting", "rates-to-one"), ("weight_scale", 1.0)):
             rule = f"must be {kept} with upcycle: else equal experts do not add up to the block"
-            require(options.get(option, kept) == kept, option, options.get(option), rule)
+            require(options.setdefault(option, kept) == kept, option, options.get(option), rule)
         for option in ("expert", "hidden", "num_hidden"):
             require(
                 option not in options, option, options.get(option), "leave it out with upcycle: experts are the block"

@@ -28,7 +28,7 @@ from raytraced.models.classifier import Classifier
 from raytraced.models.output import Model
 from raytraced.routers.raytraced import RaytracedExperts
 from raytraced.routing import Rates, RoutingNetwork
-from raytraced.sequence import WEIGHTINGS, Stop, apply_stop
+from raytraced.sequence import Stop, apply_stop, expert_weights
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto
@@ -140,11 +140,11 @@ class RaytracedGraph(nn.Module):
         self.model, self.layer, self.prefixes = model, model.layer, prefixes
 
     def forward(self, images: Tensor, max_experts: Tensor) -> dict[str, Tensor]:
-        layer, router = self.layer, self.layer.router
+        layer, router, config = self.layer, self.layer.router, self.layer.router.config
         hidden_BD = self.model.input_block(images)
 
         def answer(active_BLN: Tensor, rates: Rates) -> Tensor:
-            weights_BLN = WEIGHTINGS[router.config.weighting](active_BLN, rates.nodes)
+            weights_BLN = expert_weights(config.weighting, active_BLN, rates.nodes, config.weight_scale)
 
             def update(index: int, stream_BD: Tensor) -> Tensor:
                 if isinstance(layer.experts, MLPExperts):
@@ -157,7 +157,7 @@ class RaytracedGraph(nn.Module):
             router.routing,
             router.entry(hidden_BD),
             max_experts,
-            stop=router.config.stop,
+            stop=config.stop,
             input_logits_BLNO=router.input_logits(hidden_BD),
             read_out=answer if self.prefixes else None,
         )

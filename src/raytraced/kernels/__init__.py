@@ -41,7 +41,7 @@ from raytraced.kernels.operation import OPERATIONS as OPERATIONS
 from raytraced.kernels.operation import Implementation, Operation, add_plugin, use
 from raytraced.plugins import subscribe
 from raytraced.routing import entry_rates, input_logits
-from raytraced.sequence import WEIGHTINGS, Route, any_seen, unroll
+from raytraced.sequence import Route, any_seen, expert_weights, unroll
 from raytraced.store.experts import StoredExperts
 
 # sequence(routing, entry_BN, *, input_logits_BLNO, stop, estimator, temperature, num_steps, seed, rows_B) -> Route
@@ -115,7 +115,7 @@ def raytrace_in_steps(
     input_logits_BLNO = input_logits(hidden_BD, *seen) if seen else None
     route = sequence(layer.routing, entry_BN, input_logits_BLNO=input_logits_BLNO, **options)
     assert route.rates is not None
-    weights_BLN = WEIGHTINGS[layer.weighting](route.active, route.rates.nodes)
+    weights_BLN = expert_weights(layer.weighting, route.active, route.rates.nodes, layer.weight_scale)
     return experts(layer.grid, hidden_BD, route.active, weights_BLN, layer.stream, exits), route
 
 

@@ -16,7 +16,7 @@ from raytraced.kernels import cpp_library as library
 from raytraced.kernels import cpp_raytrace
 from raytraced.kernels.cpp_library import Float, Int, Pointer, fields
 from raytraced.kernels.cpp_raytrace import INT64, KernelArgs
-from raytraced.sequence import Route
+from raytraced.sequence import Route, StopPerRow
 
 
 class EarlyExitResult(NamedTuple):
@@ -34,7 +34,7 @@ class EarlyExitCall(ctypes.Structure):
         *fields("batch threads classes", Int),
         *fields("hidden weight bias", Pointer),
         ("thresholds", ctypes.POINTER(Float)),
-        *fields("mask logits active nodes num_active num_exits", Pointer),
+        *fields("mask stops logits active nodes num_active num_exits", Pointer),
     ]
 
 
@@ -92,12 +92,15 @@ def run(
     head: nn.Module,
     confidence: Sequence[float],
     mask_B: Tensor | None,
+    *,
+    stop: StopPerRow,
     **options: Any,
 ) -> EarlyExitResult:
     """The first confident answer of each row, or its last one; sequences are greedy."""
     found = _read(head, hidden_BD, mask_B)
     if isinstance(found, str):
         return NotImplemented
+    options["stop"], stops_B = cpp_raytrace.separate_stops(stop, hidden_BD)
     prepared = cpp_raytrace.prepare(layer, hidden_BD, options)
     if prepared is None:
         return NotImplemented
@@ -108,10 +111,10 @@ def run(
     Y, S, real = len(bias_Y), options["num_steps"], hidden_BD.new_empty
     logits_BY, active_BLN = real(B, Y), real(B, L, N)
     nodes_BS, num_active_B, num_exits_B = INT64.new_empty(B, S), INT64.new_empty(B), INT64.new_empty(B)
-    mask = None if mask_B is None else mask_B.data_ptr()
+    mask, stops = (None if one is None else one.data_ptr() for one in (mask_B, stops_B))
     thresholds = [*confidence, *[confidence[-1]] * L][: L + 1]
     given = (one.data_ptr() for one in (hidden_BD, weight_YD, bias_Y))
     made = (one.data_ptr() for one in (logits_BY, active_BLN, nodes_BS, num_active_B, num_exits_B))
-    call = EarlyExitCall(B, torch.get_num_threads(), Y, *given, (Float * (L + 1))(*thresholds), mask, *made)
+    call = EarlyExitCall(B, torch.get_num_threads(), Y, *given, (Float * (L + 1))(*thresholds), mask, stops, *made)
     library.run(_early_exit, "raytraced experts", prepared.args, call)
     return EarlyExitResult(logits_BY, Route(active_BLN, nodes_BS, num_active_B, None), num_exits_B)

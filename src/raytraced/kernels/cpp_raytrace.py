@@ -17,9 +17,17 @@ from torch import Tensor
 from raytraced.experts import Experts, MLPExperts, Stream
 from raytraced.kernels import cpp_experts, cpp_sequence
 from raytraced.kernels import cpp_library as library
-from raytraced.kernels.cpp_library import Int, LibraryCall, Pointer, PointerArray, fields, pointer_array
+from raytraced.kernels.cpp_library import Float, Int, LibraryCall, Pointer, PointerArray, fields, pointer_array
 from raytraced.routing import RoutingNetwork
-from raytraced.sequence import WEIGHTINGS, Route, rates_to_one_weights, rates_weights, unit_weights
+from raytraced.sequence import (
+    WEIGHTINGS,
+    Route,
+    StopPerRow,
+    rates_to_one_weights,
+    rates_weights,
+    relative_weights,
+    unit_weights,
+)
 
 _MOST_ROWS = 64  # without gradients: beyond, the calls of the separate parts matter little, and they use all threads
 _MOST_WIDTHS = 18  # as cpu/raytrace.h has places
@@ -30,6 +38,7 @@ _WEIGHTINGS: dict[Callable[..., Tensor] | None, int] = {
     unit_weights: 0,
     rates_to_one_weights: 1,
     rates_weights: 2,
+    relative_weights: 3,
 }
 
 
@@ -42,6 +51,7 @@ class KernelArgs(NamedTuple):
     maps: tuple[Tensor, ...]
     weighting: str
     stream: Stream
+    weight_scale: float = 1.0
 
     def parameters(self) -> tuple[Tensor, ...]:
         """Maps, gates, weights and biases of a grid of MLPs."""
@@ -57,6 +67,7 @@ class RaytraceArgs(ctypes.Structure):
         ("sequence", cpp_sequence.SequenceArgs),
         ("experts", cpp_experts.ExpertsArgs),
         ("weighting", Int),
+        ("weight_scale", Float),
         ("maps", Pointer * 4),
     ]
 
@@ -66,7 +77,7 @@ class RaytraceCall(ctypes.Structure):
 
     _fields_ = [
         *fields("batch threads chunk num_chunks", Int),
-        *fields("active rates output nodes num_active hidden seed rows out states start memory pairs", Pointer),
+        *fields("active rates output nodes num_active hidden stops seed rows out states start memory pairs", Pointer),
         *fields("grad_out grad_states grad_start grad_output grad_active grad_rates", Pointer),
         *fields("grad_hidden grad_first grad_inner", Pointer),
         ("grad_maps", Pointer * 4),
@@ -153,7 +164,7 @@ INT64, UINT8 = (torch.empty(0, dtype=dtype, device="cpu") for dtype in (torch.in
 
 def prepare(layer: KernelArgs, hidden_BD: Tensor, options: dict[str, Any]) -> PreparedArgs | None:
     """The arguments that describe a grid, None where the library cannot run it; the options are those of a sequence."""
-    routing, grid, maps, weighting, stream = layer
+    routing, grid, maps, weighting, stream, scale = layer
     if torch.is_autocast_enabled("cpu") or cpp_experts.is_custom(grid) or cpp_sequence.is_custom(routing):
         return None
     if library.why_unfit((hidden_BD,)) is not None:
@@ -163,14 +174,14 @@ def prepare(layer: KernelArgs, hidden_BD: Tensor, options: dict[str, Any]) -> Pr
         places = [(id(parameter), parameter.data_ptr(), parameter.is_contiguous()) for parameter in parameters]
     except RuntimeError:  # inside a transform of torch.func
         return None
-    key = hidden_BD.shape[1], hidden_BD.dtype, WEIGHTINGS.get(weighting), stream, options, places
+    key = hidden_BD.shape[1], hidden_BD.dtype, WEIGHTINGS.get(weighting), scale, stream, options, places
     prepared = _prepared.get(grid)
     if prepared is None or prepared.key != key:
         if unsupported_reason(layer, hidden_BD) is not None:
             return None
         like_BN = hidden_BD.new_empty(1, routing.num_experts)
         spec, _, gates = cpp_sequence.arrange(routing, like_BN, seed=None, rows_B=None, **options)
-        kinds = cpp_experts.STREAMS.index(stream), _WEIGHTINGS[WEIGHTINGS[weighting]]
+        kinds = cpp_experts.STREAMS.index(stream), _WEIGHTINGS[WEIGHTINGS[weighting]], scale
         cuts = len(maps), len(maps) + len(gates) - 1  # its entry is one of them
         describe = partial(_describe, spec, *kinds, cuts)
         sizes = routing.num_layers, routing.num_experts, options["num_steps"]
@@ -180,7 +191,12 @@ def prepare(layer: KernelArgs, hidden_BD: Tensor, options: dict[str, Any]) -> Pr
 
 
 def _describe(
-    spec: Sequence[float], stream: int, weighting: int, cuts: tuple[int, int], parameters: Sequence[Tensor]
+    spec: Sequence[float],
+    stream: int,
+    weighting: int,
+    scale: float,
+    cuts: tuple[int, int],
+    parameters: Sequence[Tensor],
 ) -> RaytraceArgs:
     """What stays the same from call to call, as for one row; the spec is that of a sequence."""
     maps, gates, rest = _cut(parameters, cuts)
@@ -188,18 +204,25 @@ def _describe(
     sequence = cpp_sequence.make_args(spec, (), (maps[0].new_empty(1, N), *gates))
     sequence.rank = len(maps[2]) if maps[2:] else 0
     experts = cpp_experts.make_args((1, L, N), stream, 1, rest)
-    return RaytraceArgs(sequence, experts, weighting, (Pointer * 4)(*[one.data_ptr() for one in maps]))
+    return RaytraceArgs(sequence, experts, weighting, scale, (Pointer * 4)(*[one.data_ptr() for one in maps]))
 
 
 def _cut(tensors: Sequence[Tensor], cuts: tuple[int, int]) -> tuple[Sequence[Tensor], ...]:
     return tensors[: cuts[0]], tensors[cuts[0] : cuts[1]], tensors[cuts[1] :]
 
 
-# What a call is given and gives: spec (prepared arguments, exits), data (seed, rows), tensors (hidden, *maps, *gates, *weights,
-# *biases); the experts' answer, and the tensors of a route.
+# What a call is given and gives: spec (prepared arguments, exits, stops), data (seed, rows), tensors (hidden, *maps, *gates,
+# *weights, *biases); the experts' answer, and the tensors of a route.
 
 
-def _make_call(prepared: PreparedArgs, data, hidden_BD, route, answer, few: bool = False) -> RaytraceCall:  # type: ignore[no-untyped-def]
+def separate_stops(stop: StopPerRow, hidden_BD: Tensor) -> tuple[Any, Tensor | None]:
+    """A rule for all rows, which the prepared arguments hold, and the numbers of each (B,), which a call brings."""
+    if not isinstance(stop, Tensor):
+        return stop, None
+    return "drawn", stop.to(hidden_BD).contiguous()
+
+
+def _make_call(prepared: PreparedArgs, stops_B, data, hidden_BD, route, answer, few: bool = False) -> RaytraceCall:  # type: ignore[no-untyped-def]
     """What both passes tell; few rows go through in one chunk on one thread."""
     B = chunk = hidden_BD.shape[0]
     threads = num_chunks = 1
@@ -207,7 +230,9 @@ def _make_call(prepared: PreparedArgs, data, hidden_BD, route, answer, few: bool
         rest = prepared.parameters[prepared.cuts[1] :]
         chunk = cpp_experts.chunk_rows(B, prepared.sizes[0], rest[: len(rest) // 2])
         threads, num_chunks = torch.get_num_threads(), max(1, -(-B // chunk))
-    pointers = [tensor.data_ptr() for tensor in (*route, hidden_BD, *data)]
+    pointers = [tensor.data_ptr() for tensor in (*route, hidden_BD)]
+    pointers.append(None if stops_B is None else stops_B.data_ptr())
+    pointers += [tensor.data_ptr() for tensor in data]
     drawn = [None] * (2 - len(data))  # no seed, or no rows
     return RaytraceCall(B, threads, chunk, num_chunks, *pointers, *drawn, *_places(prepared, hidden_BD, answer))
 
@@ -222,11 +247,11 @@ def _places(prepared: PreparedArgs, hidden_BD: Tensor, answer: Tensor) -> tuple[
 
 def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyped-def]
     """The experts' answer and the route; kept besides: what passes from one part to the next."""
-    (prepared, exits), hidden_BD = spec, tensors[0]
+    (prepared, exits, stops_B), hidden_BD = spec, tensors[0]
     (B, D), (L, N, T), real = hidden_BD.shape, prepared.sizes, hidden_BD.new_empty
     route = cpp_sequence.empty_route(B, L, N, T, real, INT64.new_empty)
     answer, few = real(L + 1, B, D) if exits else real(B, D), not keep and 1 <= B <= _MOST_ROWS
-    call = _make_call(prepared, data, hidden_BD, route, answer, few)
+    call = _make_call(prepared, stops_B, data, hidden_BD, route, answer, few)
     if few:
         library.run(_once, "raytraced experts", prepared.args, call)
         return [answer, *route]
@@ -257,7 +282,7 @@ def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[
     grad_hidden, *gradients = [tensor.new_empty(tensor.shape) for tensor in tensors]
     maps, gates, rest = _cut(gradients, prepared.cuts)
     route = active_BLN, rates_BLN, output_B, nodes_BT, num_active_B
-    call = _make_call(prepared, data, hidden_BD, route, answer)
+    call = _make_call(prepared, None, data, hidden_BD, route, answer)
     call.memory, call.pairs, call.gradients = memory.data_ptr(), pairs.data_ptr(), pointer_array(rest)
     call.grad_out, call.grad_states, call.grad_start = _places(prepared, hidden_BD, grad_answer)
     call.grad_output = None if grad_output is None else grad_output.data_ptr()
@@ -279,16 +304,18 @@ def run(
     *,
     seed: Tensor | None,
     rows_B: Tensor | None,
+    stop: StopPerRow,
     exits: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Route]:
     """Hidden vectors (B, D) -> hidden vectors (B, D), after 0, 1, … layers (L + 1, B, D) with `exits`, and the route."""
     if exits and _hides_exits(layer):
         return NotImplemented
+    options["stop"], stops_B = separate_stops(stop, hidden_BD)
     prepared = prepare(layer, hidden_BD, options)
     if prepared is None:
         return NotImplemented
-    spec, data = (prepared, exits), cpp_sequence.draws(seed, rows_B)
+    spec, data = (prepared, exits, stops_B), cpp_sequence.draws(seed, rows_B)
     if torch.is_grad_enabled():
         found = _call(spec, data, hidden_BD, *prepared.parameters)
     else:  # straight to the library: one image waits for it

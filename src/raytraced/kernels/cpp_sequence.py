@@ -15,7 +15,7 @@ from raytraced.kernels import cpp_library as library
 from raytraced.kernels.cpp_gradients import empty_block
 from raytraced.kernels.cpp_library import Float, Int, LibraryCall, Pointer, fields, point
 from raytraced.routing import Rates, RoutingNetwork
-from raytraced.sequence import RATE_FLOOR, Estimator, Route, Stop
+from raytraced.sequence import RATE_FLOOR, Estimator, Route, StopPerRow
 
 ESTIMATORS = ("straight-through", "reinmax", "gumbel", "none")  # the numbers of cpu/sequence.h
 _LARGE_BYTES = 2**22  # of a gradient, from which fresh pages cost more than the arithmetic on them
@@ -27,7 +27,9 @@ class SequenceArgs(ctypes.Structure):
     _fields_ = [
         *fields("batch layers experts steps is_double estimator dominant threads rank", Int),
         *fields("temperature rate_floor output_counts", Float),
-        *fields("first inner entry input_logits seen factor seed rows active nodes num_active rates output", Pointer),
+        *fields(
+            "first inner entry input_logits seen factor seed rows stops active nodes num_active rates output", Pointer
+        ),
         *fields(
             "grad_active grad_rates grad_output grad_first grad_inner grad_entry grad_input_logits grad_seen grad_factor",
             Pointer,
@@ -38,9 +40,9 @@ class SequenceArgs(ctypes.Structure):
 _forward = library.bind("raytraced_sequence_forward", ctypes.POINTER(SequenceArgs))
 _backward = library.bind("raytraced_sequence_backward", ctypes.POINTER(SequenceArgs))
 
-# What a call is given and gives: spec (L, T, estimator, dominant, temperature, sees, what the output counts), data, tensors,
-# and those of a route.
-DATA = ("seed", "rows")  # no seed: greedy; no rows: 0 … B − 1
+# What a call is given and gives: spec (L, T, estimator, dominant, temperature, sees, what the output counts, has stops), data,
+# tensors, and those of a route.
+DATA = {False: ("seed", "rows"), True: ("stops", "seed", "rows")}  # no seed: greedy; no rows: 0 … B − 1
 # (B, N), (N, O), (L − 2, N, O, N), gates as far as there are any; and, if gates see the input, (B, L − 1, N, O)
 _TENSORS = {False: ("entry", "first", "inner"), True: ("entry", "input_logits", "first", "inner")}
 ROUTE = ("active", "rates", "output", "nodes", "num_active")
@@ -50,7 +52,7 @@ def arrange(
     routing: RoutingNetwork,
     entry_BN: Tensor,
     *,
-    stop: Stop,
+    stop: StopPerRow,
     estimator: Estimator,
     temperature: float,
     num_steps: int,
@@ -60,15 +62,17 @@ def arrange(
 ) -> tuple[tuple[Any, ...], list[Tensor], list[Tensor]]:
     """The arguments of the operation as spec, data and tensors."""
     routing.check_entry(entry_BN)
-    numbers = routing.num_layers, num_steps, ESTIMATORS.index(estimator), int(stop == "dominant")
+    stops = [stop.to(entry_BN)] if isinstance(stop, Tensor) else []
+    numbers = routing.num_layers, num_steps, ESTIMATORS.index(estimator), int(not stops and stop == "dominant")
     seen = [] if input_logits_BLNO is None or routing.num_layers == 1 else [input_logits_BLNO]
-    spec = (*numbers, float(temperature), bool(seen), 1.0 if isinstance(stop, str) else float(stop))
+    counts = 1.0 if isinstance(stop, str | Tensor) else float(stop)
+    spec = (*numbers, float(temperature), bool(seen), counts, bool(stops))
     tensors = [tensor.to(entry_BN.dtype) for tensor in (entry_BN, *seen, *routing.gates())]
-    return spec, draws(seed, rows_B), tensors
+    return spec, [*stops, *draws(seed, rows_B)], tensors
 
 
 def draws(seed: Tensor | None, rows_B: Tensor | None) -> list[Tensor]:
-    """The data of a call."""
+    """The data of a call's draws."""
     if seed is None or rows_B is None:
         return [] if seed is None else [seed]
     return [seed, rows_B.to(seed.device, torch.int64).contiguous()]
@@ -78,12 +82,12 @@ def make_args(
     spec: Sequence[float], data: Sequence[Tensor], tensors: Sequence[Tensor], **pointers: int
 ) -> SequenceArgs:
     """The arguments of a library call."""
-    (L, T, estimator, dominant), (temperature, sees, output_counts) = map(int, spec[:4]), spec[4:]
+    (L, T, estimator, dominant), (temperature, sees, output_counts, has_stops) = map(int, spec[:4]), spec[4:]
     (B, N), is_double = tensors[0].shape, tensors[0].dtype == torch.float64
     return SequenceArgs(
         *(B, L, N, T, is_double, estimator, dominant, torch.get_num_threads(), 0),
         *(temperature, RATE_FLOOR, output_counts),
-        **point(DATA, data),
+        **point(DATA[bool(has_stops)], data),
         **point(_TENSORS[bool(sees)], tensors),
         **pointers,
     )

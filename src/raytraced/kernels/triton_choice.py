@@ -46,10 +46,9 @@ def first_of(values_RM, values_most_R, M: tl.constexpr):
 def choose(
     probs_RQP, output_R, seed, draw_row_R, step,
     L: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
-    DRAWN: tl.constexpr, RACE: tl.constexpr, DOMINANT: tl.constexpr, COUNTS: tl.constexpr,
+    DRAWN: tl.constexpr, RACE: tl.constexpr, DOMINANT: tl.constexpr,
 ):  # fmt: skip
-    """The candidate drawn (R,), as layer · P + node; Q · P for the output node, whose rate counts so much."""
-    output_R = output_R * COUNTS
+    """The candidate drawn (R,), as layer · P + node; Q · P for the output node, with the rate that counts for it."""
     M: tl.constexpr = Q * P
     probs_RM = tl.reshape(probs_RQP, (R, M))
     most_R = tl.max(probs_RM, 1)

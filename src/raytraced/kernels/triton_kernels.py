@@ -106,10 +106,10 @@ def num_layers_active(active_RQP, Q: tl.constexpr):
 
 @triton.jit
 def sequence_forward(
-    entry, first, senders, input_logits, seed, rows, active, rates, output, nodes, num_active, B, T,
+    entry, first, senders, input_logits, seed, rows, stops, active, rates, output, nodes, num_active, B, T,
     L: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
     SEES: tl.constexpr, DRAWN: tl.constexpr, HAS_ROWS: tl.constexpr, RACE: tl.constexpr, DOMINANT: tl.constexpr,
-    COUNTS: tl.constexpr,
+    COUNTS: tl.constexpr, HAS_STOPS: tl.constexpr,
 ):  # fmt: skip
     """What each row of a block activates; `nodes` and `num_active` come as −1 and 0."""
     row_R = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -126,8 +126,10 @@ def sequence_forward(
     step, going = 0, tl.max(in_R.to(tl.int32), 0)
     while (step < T) & (going > 0):
         probs_RQP = rates_RQP * (1 - active_RQP)
+        # A number for each row, or one for all: how much the output node's rate counts in the choice.
+        counted_R = output_R * tl.load(stops + row_R, mask=in_R, other=1.0) if HAS_STOPS else output_R * COUNTS
         choice_R = choose(
-            probs_RQP, output_R, seed, draw_row_R, step, L, N, Q, P, R, DRAWN, RACE, DOMINANT, COUNTS
+            probs_RQP, counted_R, seed, draw_row_R, step, L, N, Q, P, R, DRAWN, RACE, DOMINANT
         )  # fmt: skip
         running_R = running_R & (choice_R < Q * P)
         node_R = (choice_R // P * N + choice_R % P).to(tl.int64)

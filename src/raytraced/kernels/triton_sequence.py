@@ -41,17 +41,22 @@ def launch(num_layers: int, num_experts: int) -> Launch:
     return Launch(num_layers, num_experts, Q, P, R, num_warps=max(2, R * P * P // 256))
 
 
+def _by_name(spec: Any, data: Any) -> dict[str, Tensor]:
+    """The data of a call, as far as there are any: "stops", "seed" and "rows"."""
+    return dict(zip(cpp_sequence.DATA[bool(spec[7])], data, strict=False))
+
+
 def _fixed(spec: Any, data: Any) -> dict[str, Any]:
-    return {"SEES": bool(spec[5]), "DRAWN": len(data) > 0, "HAS_ROWS": len(data) > 1}
+    names = _by_name(spec, data)
+    return {"SEES": bool(spec[5]), "DRAWN": "seed" in names, "HAS_ROWS": "rows" in names}
 
 
 def _given(spec: Any, data: Any, tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """entry, first, inner, input_logits, seed, rows; where there is none, another tensor that the kernel does not read."""
-    entry, sees = tensors[0], bool(spec[5])
+    entry, sees, names = tensors[0], bool(spec[5]), _by_name(spec, data)
     input_logits, gates = tensors[1] if sees else entry, tensors[2 if sees else 1 :]
     first, inner = (gates[0] if gates else entry), (gates[1] if len(gates) > 1 else entry)
-    seed, rows = (data[0] if data else entry), (data[1] if len(data) > 1 else entry)
-    return entry, first, inner, input_logits, seed, rows
+    return entry, first, inner, input_logits, names.get("seed", entry), names.get("rows", entry)
 
 
 def _by_sender(inner: Tensor) -> Tensor:
@@ -68,16 +73,18 @@ def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyp
     nodes.fill_(-1)
     num_active.zero_()
     entry, first, inner, input_logits, seed, rows = _given(spec, data, tensors)
+    stops = _by_name(spec, data).get("stops", entry)
     (B, N), L = entry.shape, int(spec[0])
     *sizes, num_warps = size = launch(L, N)
     if B:
         options = _fixed(spec, data) | {"RACE": int(spec[2]) == cpp_sequence.ESTIMATORS.index("gumbel")}
         with _on(entry):
             sequence_forward[(-(-B // size.R),)](
-                *(entry, first, _by_sender(inner), input_logits, seed, rows, *route, B, int(spec[1]), *sizes),
+                *(entry, first, _by_sender(inner), input_logits, seed, rows, stops, *route, B, int(spec[1]), *sizes),
                 **options,
                 DOMINANT=bool(spec[3]),
                 COUNTS=float(spec[6]),
+                HAS_STOPS=bool(spec[7]),
                 num_warps=num_warps,
             )
     return route

@@ -11,7 +11,7 @@ from raytraced.early_exit import Confidence, ExitPolicy
 from raytraced.errors import check_budget
 from raytraced.layer import flat_mask
 from raytraced.models.output import Model
-from raytraced.sequence import Select
+from raytraced.sequence import Select, StopPerRow
 
 
 class Step(NamedTuple):
@@ -32,6 +32,7 @@ def anytime(
     rows: Tensor | None = None,
     mask: Tensor | None = None,
     confidence: Confidence | None = None,
+    stop: StopPerRow | None = None,
 ) -> Iterator[Step]:
     """Yield the model's answer with 0, 1, 2, … experts, until every sample's sequence has ended.
 
@@ -45,6 +46,7 @@ def anytime(
         mask: (B,) or (B, T), bool; False where there is padding.
         confidence: A sample whose largest class probability reaches this threshold keeps its answer, nothing more runs for
             it, and the steps end when all samples have: as `model(inputs, confidence=…, exit_every="expert")`.
+        stop: How much the output node's rate counts, in place of the layers' own `stop`; a number, or one per sample (B,).
 
     Yields:
         Step with `budget`, `logits` and `num_active`. Without `confidence`, step k is `model(inputs, max_experts=k)`.
@@ -53,7 +55,7 @@ def anytime(
     if inputs.is_floating_point() and not bool(inputs.isfinite().all()):
         bad = int((~inputs.isfinite()).sum())
         raise ValueError(f"inputs: {bad} of {inputs.numel()} values are not finite; fix or drop these samples")
-    draws: dict[str, Any] = {"select": select, "generator": generator, "rows": rows}
+    draws: dict[str, Any] = {"select": select, "generator": generator, "rows": rows, "stop": stop}
     if confidence is None:
         outputs = model.prefixes(inputs, max_experts, mask=mask, **draws)
     else:

@@ -14,7 +14,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from raytraced import kernels
 from raytraced.errors import require, require_one_of
-from raytraced.layer import Call, Choice, Cost, GridSteps, LayerOutput, RoutedLayer, shape_route, spread_route
+from raytraced.layer import Call, Choice, Cost, GridSteps, LayerOutput, RoutedLayer, flat_stop, shape_route, spread_route
 from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost, num_parameters
 from raytraced.models.paths import Paths, PathTables, choose_rows, describe_paths
 from raytraced.store.experts import StoredExperts
@@ -126,7 +126,10 @@ class ExpertPass:
         assert call.rows is not None
         self.layer, self.shape = layer, call.rows.shape
         self.kept_n = None if mask_BT is None else mask_BT.flatten().nonzero()[:, 0]
-        self.call = call._replace(rows=self.flat(call.rows))
+        stop = flat_stop(call.stop, self.shape)
+        if self.kept_n is not None and isinstance(stop, Tensor):
+            stop = stop[self.kept_n]
+        self.call = call._replace(rows=self.flat(call.rows), stop=stop)
         self.plan: Choice | None = None
         self.steps: GridSteps | None = None
 
@@ -253,7 +256,10 @@ class GPT(Model):
         start = 0 if cache is None else cache.get_seq_length()
         positions_T = torch.arange(start, start + encoded.shape[1], device=encoded.device)
         rows_B = torch.arange(len(encoded), device=encoded.device) if call.rows is None else call.rows
-        call = call._replace(rows=rows_B[:, None] * self.context + positions_T)
+        stop = call.stop
+        if isinstance(stop, Tensor) and stop.shape == (len(encoded),):  # a number per text holds for all of its tokens
+            stop = stop[:, None].expand(encoded.shape[:2])
+        call = call._replace(rows=rows_B[:, None] * self.context + positions_T, stop=stop)
         experts = ExpertPass(self.layer, call, None if mask is None else mask[:, start:])
         mask_BTS = causal_mask(positions_T, start, mask)
         x_BTD = self.embed(encoded) * self.embedding.embedding_dim**0.5
@@ -301,7 +307,8 @@ class GPT(Model):
                 plan = choose_rows(self.plan_vocabulary(call), tokens_n)
         else:
             parameters = [*router.parameters(), *router.buffers(), self.routing_weight]
-            table = self.path_tables.find(parameters, call.max_experts, lambda: self.plan_vocabulary(call))
+            key = call.max_experts, call.stop
+            table = self.path_tables.find(parameters, key, lambda: self.plan_vocabulary(call))
             plan = choose_rows(table, tokens_n)
         assert plan is not None  # of a router that plans
         return plan

@@ -69,7 +69,7 @@ class MultiExitClassifier(Model):
     def answer(
         self, encoded: Tensor, call: Call, mask: Tensor | None = None, sample_loss_fn: SampleLossFn | None = None
     ) -> Output:
-        self.check_select(call.select)
+        self.check_call(call)
         check_budget(call.max_experts)
         if not self.training:
             out: Output = early_exit.uncompiled(self.exit_at_own_confidence)(encoded, call, mask)
@@ -92,7 +92,7 @@ class MultiExitClassifier(Model):
 
     def exits_of(self, encoded: Tensor, exit_every: ExitEvery, call: Call, rerun: bool = False) -> "HeadExits":
         require(exit_every == "layer", "exit_every", exit_every, "must be layer: there is an exit after each")
-        self.check_select(call.select)
+        self.check_call(call)
         return HeadExits(self, encoded, self.num_run(call.max_experts))
 
     def head_logits(self, hidden_BD: Tensor, num_layers: int) -> list[Tensor]:
@@ -115,6 +115,12 @@ class MultiExitClassifier(Model):
 
     def check_select(self, select: Select | None) -> None:
         require(select in (None, "greedy"), "select", repr(select), "must be greedy: nothing is drawn here")
+
+    def check_call(self, call: Call) -> None:
+        """Refuse options that only raytraced layers support."""
+        self.check_select(call.select)
+        if call.stop is not None:
+            raise ValueError(f"stop: {self.name} has no activation sequence to end; leave it out, or use confidence=")
 
     def num_run(self, budget: int | None) -> int:
         """How many layers a budget allows."""

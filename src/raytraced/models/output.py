@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from raytraced import early_exit
 from raytraced.early_exit import BudgetExits, Confidence, ExitEvery, ExitPolicy, Exits
 from raytraced.errors import require
-from raytraced.layer import Call, Cost, LayerOutput, RoutedLayer, flat, flat_mask
+from raytraced.layer import Call, Cost, LayerOutput, RoutedLayer, flat, flat_mask, flat_stop
 from raytraced.models.card import ModelCard
 from raytraced.rng import RandomSource, ReplayedGenerator, check_generator
-from raytraced.sequence import Route, Select
+from raytraced.sequence import Route, Select, StopPerRow
 from raytraced.store.experts import StoredExperts
 
 SampleLossFn = Callable[[Tensor], Tensor]
@@ -70,6 +70,7 @@ class Model(nn.Module):
         confidence: Confidence | Literal["calibrated"] | None = None,
         max_ms: float | None = None,
         exit_every: ExitEvery | None = None,
+        stop: StopPerRow | None = None,
         **own: Any,
     ) -> Output:
         """Answer a batch of inputs.
@@ -88,12 +89,14 @@ class Model(nn.Module):
                 threshold (or one threshold per exit). "calibrated": the threshold that `raytraced calibrate` found.
             max_ms: Early exit: every sample leaves before this many milliseconds are over.
             exit_every: Where the exits are: after every "layer" (default) or after every "expert".
+            stop: How much the output node's rate counts in all raytraced layers, in place of their own `stop`: a number, or a
+                tensor (B,), in a language model also (B, T), with one per sample or token. Smaller values run more experts.
             **own: Further arguments of the model's own `answer`.
 
         Returns:
             Output with `logits` (B, Y) or (B, T, Y) and `routes`.
         """
-        call = Call(select, max_experts, generator, rows, exits)
+        call = Call(select, max_experts, generator, rows, exits, stop)
         if confidence is not None or max_ms is not None:
             for name, value in (("budgets", budgets), ("sample_loss_fn", sample_loss_fn)):
                 require(not value, name, value, "must be left out with confidence or max_ms, which ask for one answer")
@@ -108,7 +111,7 @@ class Model(nn.Module):
             return self.answer(encoded, call, mask, sample_loss_fn, **own)
         replayed = ReplayedGenerator(generator)
         answer = self.answer(encoded, call._replace(generator=replayed), mask, sample_loss_fn, **own)
-        early = (Call(select, budget, replayed.restart(), rows) for budget in budgets)
+        early = (Call(select, budget, replayed.restart(), rows, stop=stop) for budget in budgets)
         return answer._replace(answers=tuple(self.answer(encoded, each, mask) for each in early))
 
     def encode(self, inputs: Tensor) -> Tensor:
@@ -136,6 +139,8 @@ class Model(nn.Module):
         check_generator(call.generator)
         if call.rows is not None:
             call = call._replace(rows=flat("rows", call.rows, inputs.shape[:1]))
+        if call.stop is not None:
+            call = call._replace(stop=flat_stop(call.stop, inputs.shape[:1]))
         mask = None if mask is None else flat_mask(mask, inputs.shape[:1])
         if confidence == "calibrated":
             found = self.card.calibration
@@ -165,6 +170,7 @@ class Model(nn.Module):
         max_experts: int | None = None,
         generator: RandomSource = None,
         rows: Tensor | None = None,
+        stop: StopPerRow | None = None,
         rerun: bool = False,
     ) -> Exits[Output]:
         """The answers on the way, one after the other: the input of `raytraced.early_exit.answers` and `Walk`.
@@ -172,10 +178,11 @@ class Model(nn.Module):
         Args:
             inputs: As for `forward`.
             exit_every: An exit after every "layer", or after every "expert" of the activation sequence.
-            select, max_experts, generator, rows: As for `forward`.
+            select, max_experts, generator, rows, stop: As for `forward`.
             rerun: With "expert": compute every answer from the start, so that it equals `max_experts=k` bit for bit.
         """
-        return self.exits_of(self.encode(inputs), exit_every, Call(select, max_experts, generator, rows), rerun)
+        call = Call(select, max_experts, generator, rows, stop=stop)
+        return self.exits_of(self.encode(inputs), exit_every, call, rerun)
 
     def exits_of(self, encoded: Tensor, exit_every: ExitEvery, call: Call, rerun: bool = False) -> Exits[Output]:
         """The same for inputs that are encoded already."""
@@ -201,7 +208,7 @@ class Model(nn.Module):
         Args:
             inputs: As for `forward`.
             max_experts: The last answer is the one with this budget. Default: no limit.
-            **options: `mask`, `generator`, `select` and `rows`, as for `forward`.
+            **options: `mask`, `generator`, `select`, `rows` and `stop`, as for `forward`.
         """
         if not self.answers_along_the_way:
             raise ValueError(f"{self.name}: has one answer only; prefixes need a model that answers along the way")

@@ -12,7 +12,7 @@ from torch import Tensor
 from raytraced.layer import Choice, map_route
 from raytraced.sequence import Route
 
-MOST_TABLES = 8  # one per budget; a caller that asks for another one each time must not fill the memory
+MOST_TABLES = 8  # one per budget and stop; a caller that asks for another one each time must not fill the memory
 
 
 class Paths(NamedTuple):
@@ -36,23 +36,23 @@ class Paths(NamedTuple):
 
 
 class PathTables:
-    """What a router chose for every word of a vocabulary, kept until a parameter changes; one table per budget."""
+    """What a router chose for every word of a vocabulary, kept until a parameter changes; one table per budget and stop."""
 
     def __init__(self) -> None:
         self.state: Hashable = None
         self.tables: dict[Hashable, Choice] = {}
 
-    def find(self, parameters: Iterable[Tensor], budget: Hashable, compute: Callable[[], Choice]) -> Choice:
-        """The table for a budget, computed where there is none for these parameters."""
+    def find(self, parameters: Iterable[Tensor], key: Hashable, compute: Callable[[], Choice]) -> Choice:
+        """The table of some options of a call, computed where there is none for these parameters."""
         # In-place changes count up `_version`; a parameter that is moved or replaced has other memory.
         state = tuple((one._version, one.data_ptr(), one.dtype, one.device) for one in parameters)
         if state != self.state:
             self.state, self.tables = state, {}
-        table = self.tables.get(budget)
+        table = self.tables.get(key)
         if table is None:
             if len(self.tables) >= MOST_TABLES:
                 self.tables.pop(next(iter(self.tables)))
-            table = self.tables[budget] = without_padding(compute())
+            table = self.tables[key] = without_padding(compute())
         return table
 
     def clear(self) -> None:

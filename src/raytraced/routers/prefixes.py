@@ -11,12 +11,13 @@ from torch import Tensor
 
 from raytraced import kernels
 from raytraced.experts import MLPExperts
-from raytraced.layer import Call, Exit, LayerOutput
+from raytraced.layer import Call, Exit, LayerOutput, flat_stop
 from raytraced.rng import ReplayedGenerator
 from raytraced.routers.raytraced import RaytracedExperts
 
 FEW_ROWS = 64  # that one call of `raytrace` takes
 CallWithBudget = Callable[[int, Tensor], Call]
+"""a budget and the numbers of rows in the first batch (n,) -> the call for them"""
 
 
 def prefixes(
@@ -49,13 +50,17 @@ def expert_exits(
         rerun: Whether to compute every prefix from the start, in one compiled call, even where the one before could be kept.
     """
     replayed = ReplayedGenerator(call.generator)  # the same draws for every budget: each is a prefix of one sequence
+    index_B = torch.arange(len(hidden_BD), device=hidden_BD.device)
+    call = call._replace(
+        stop=flat_stop(call.stop, hidden_BD.shape[:1]), rows=index_B if call.rows is None else call.rows
+    )
 
-    def call_with_budget(budget: int, rows_n: Tensor) -> Call:
-        return call._replace(max_experts=budget, generator=replayed.restart(), rows=rows_n)
+    def call_with_budget(budget: int, index_n: Tensor) -> Call:
+        kept = call if len(index_n) == len(index_B) else call.keep(index_n)
+        return kept._replace(max_experts=budget, generator=replayed.restart())
 
-    rows_n = torch.arange(len(hidden_BD), device=hidden_BD.device) if call.rows is None else call.rows
     kind = RerunExits if rerun or not _can_extend(layer, hidden_BD) else ExtendedExits
-    return kind(layer, hidden_BD, rows_n, _num_prefixes(layer, max_experts), call_with_budget)
+    return kind(layer, hidden_BD, index_B, _num_prefixes(layer, max_experts), call_with_budget)
 
 
 def _num_prefixes(layer: RaytracedExperts, max_experts: int | None) -> int:
@@ -78,28 +83,28 @@ class RerunExits:
         self,
         layer: RaytracedExperts,
         hidden_BD: Tensor,
-        rows_B: Tensor,
+        index_B: Tensor,
         num_prefixes: int,
         call_with_budget: CallWithBudget,
     ) -> None:
-        self.layer, self.hidden_nD, self.rows_n = layer, hidden_BD, rows_B
+        self.layer, self.hidden_nD, self.index_n = layer, hidden_BD, index_B
         self.num_prefixes, self.call_with_budget = num_prefixes, call_with_budget
-        self.budget, self.num_runs_n = 0, torch.zeros_like(rows_B)
+        self.budget, self.num_runs_n = 0, torch.zeros_like(index_B)
         self.current = self._run()
 
     def advance(self, rows: Tensor | None = None) -> None:
         """Go on with some of the current rows (numbers, default: all) to the next prefix."""
         if rows is not None:
-            self.hidden_nD, self.rows_n, self.num_runs_n = (
+            self.hidden_nD, self.index_n, self.num_runs_n = (
                 self.hidden_nD[rows],
-                self.rows_n[rows],
+                self.index_n[rows],
                 self.num_runs_n[rows],
             )
         self.budget += 1
         self.current = self._run()
 
     def _run(self) -> Exit[LayerOutput]:
-        out = self.layer.run(self.hidden_nD, self.call_with_budget(self.budget, self.rows_n))
+        out = self.layer.run(self.hidden_nD, self.call_with_budget(self.budget, self.index_n))
         num_active_n = out.route.num_active
         self.num_runs_n = self.num_runs_n + num_active_n
         ended_n = (num_active_n < self.budget) | (self.budget == self.num_prefixes)
@@ -113,36 +118,40 @@ class ExtendedExits:
         self,
         layer: RaytracedExperts,
         hidden_BD: Tensor,
-        rows_B: Tensor,
+        index_B: Tensor,
         num_prefixes: int,
         call_with_budget: CallWithBudget,
     ) -> None:
         num_layers, stream = layer.router.num_layers, layer.stream
-        self.layer, self.rows_n = layer, rows_B
+        self.layer, self.index_n = layer, index_B
         self.num_prefixes, self.call_with_budget = num_prefixes, call_with_budget
         self.layers = layer.experts.unstacked()
-        nodes_nT = layer.router.sequence(hidden_BD, call_with_budget(num_prefixes, rows_B)).nodes
+        nodes_nT = layer.router.sequence(hidden_BD, call_with_budget(num_prefixes, index_B)).nodes
         assert nodes_nT is not None
         self.nodes_nT = nodes_nT
         # The input of the first layer, then what each layer passes on.
         self.states = [hidden_BD.contiguous(), *(stream.start(hidden_BD).answer.clone() for _ in range(num_layers))]
-        self.budget, self.num_runs_n = 0, torch.zeros_like(rows_B)
+        self.budget, self.num_runs_n = 0, torch.zeros_like(index_B)
         self.current = self._run()
 
     def advance(self, rows: Tensor | None = None) -> None:
         """Go on with some of the current rows (numbers, default: all) to the next prefix."""
         if rows is not None:
             self.states = [state_nD[rows] for state_nD in self.states]
-            self.rows_n, self.num_runs_n, self.nodes_nT = self.rows_n[rows], self.num_runs_n[rows], self.nodes_nT[rows]
+            self.index_n, self.num_runs_n, self.nodes_nT = (
+                self.index_n[rows],
+                self.num_runs_n[rows],
+                self.nodes_nT[rows],
+            )
         self.budget += 1
         self.current = self._run()
 
     def _run(self) -> Exit[LayerOutput]:
         router, stream = self.layer.router, self.layer.stream
         # The firing rates of a prefix are those of its own set: the sequence up to its last node gives them.
-        route = router.sequence(self.states[0], self.call_with_budget(self.budget, self.rows_n))
+        route = router.sequence(self.states[0], self.call_with_budget(self.budget, self.index_n))
         weights_nLN = router.weigh(route)
-        newest_n = self.nodes_nT[:, self.budget - 1] if self.budget else torch.full_like(self.rows_n, -1)
+        newest_n = self.nodes_nT[:, self.budget - 1] if self.budget else torch.full_like(self.index_n, -1)
         for l in range(router.num_layers):
             changed_m = ((newest_n >= 0) & (newest_n < (l + 1) * router.num_experts)).nonzero()[:, 0]
             if len(changed_m):

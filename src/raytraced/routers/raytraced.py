@@ -5,8 +5,9 @@ Axes: B batch, L layers, N experts per layer, O = N + 1 outlets of a gate, D wid
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from numbers import Integral
+from dataclasses import dataclass, replace
+from math import isfinite
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,12 +17,23 @@ from raytraced import kernels
 from raytraced.early_exit import ExitPolicy
 from raytraced.errors import require, require_one_of
 from raytraced.experts import Stream, StreamName, make_grid, run_dense
-from raytraced.layer import Call, Choice, Cost, Fusable, LayerOutput, RoutedLayer, Router, flat, make_layer_output
-from raytraced.rng import RandomSource, new_seed
+from raytraced.layer import (
+    Call,
+    Choice,
+    Cost,
+    Fusable,
+    LayerOutput,
+    RoutedLayer,
+    Router,
+    flat,
+    flat_stop,
+    make_layer_output,
+)
+from raytraced.rng import RandomSource, log_uniform, new_seed
 from raytraced.routing import GateInit, RoutingNetwork, entry_rates, input_logits
-from raytraced.sequence import WEIGHTINGS, Estimator, Route, Select, Stop, check_sequence_options
+from raytraced.sequence import Estimator, Route, Select, Stop, StopPerRow, check_sequence_options, expert_weights
 
-Weighting = Literal["unit", "rates-to-one", "rates"]
+Weighting = Literal["auto", "unit", "rates-to-one", "rates", "relative"]
 MaskGradient = Literal["all", "active"]
 
 
@@ -30,7 +42,7 @@ def activation_sequence(
     entry: Tensor,
     *,
     select: Select = "sample",
-    stop: Stop = "drawn",
+    stop: StopPerRow = "drawn",
     estimator: Estimator = "none",
     temperature: float = 20.0,
     max_experts: int | None = None,
@@ -46,7 +58,7 @@ def activation_sequence(
         select: "sample" draws the next node by its firing rate, "greedy" takes the node with the largest one.
         stop: When a sequence ends: "drawn", when the output node is chosen like any other; "dominant", when its rate exceeds
             all others (the paper's footnote); or a number by which the output node's rate is multiplied before the choice:
-            smaller values run more experts.
+            smaller values run more experts. A tensor (B,) has a number per sample.
         estimator: How gradients pass through a draw: "reinmax", "gumbel" (the paper's), "straight-through", or "none".
         temperature: Of the "gumbel" estimator.
         max_experts: A sequence has at most this many experts. Default: no limit.
@@ -64,7 +76,7 @@ def activation_sequence(
         routing,
         entry.to(torch.promote_types(entry.dtype, torch.float32)),
         input_logits_BLNO=input_logits,
-        stop=stop,
+        stop=flat_stop(stop, entry.shape[:1]),
         estimator=estimator,
         temperature=temperature,
         num_steps=routing.num_nodes if max_experts is None else min(max_experts, routing.num_nodes),
@@ -79,9 +91,12 @@ class RaytracedConfig:
 
     stream: StreamName = "residual"
     """how vectors pass from one layer to the next: "residual", "skip-sum" or "last"; see `raytraced.experts.Stream`"""
-    weighting: Weighting = "rates-to-one"
-    """factor of an expert's output: 1 ("unit"), or its firing rate, scaled so that the rates of a layer's active experts sum
-    to one ("rates-to-one") or to their number ("rates")"""
+    weighting: Weighting = "auto"
+    """factor of an expert's output: 1 ("unit"); its firing rate, scaled so that the rates of a layer's active experts sum to
+    one ("rates-to-one") or to their number ("rates"), or over the largest of them ("relative"); "auto": "relative" in
+    grids of one or two layers, or of one expert per layer, where other gates get no gradient, else "rates-to-one" """
+    weight_scale: float = 1.0
+    """a constant by which all these factors are multiplied"""
     mask_gradient: MaskGradient = "active"
     """which experts get a gradient for their place in the mask: the "active" ones, or "all" (then all experts run)"""
     estimator: Estimator = "none"
@@ -90,6 +105,8 @@ class RaytracedConfig:
     """of the "gumbel" estimator"""
     stop: Stop = "drawn"
     """when a sequence ends; a number multiplies the output node's rate in the choice: smaller values run more experts"""
+    stop_range: tuple[float, float] | None = None
+    """in training, where a call gives no `stop`, one is drawn log-uniformly from this range for each vector"""
     train_select: Select = "greedy"
     """how nodes are chosen in training: "greedy" or "sample"; evaluation is greedy"""
     gate_init: GateInit = "normal"
@@ -100,9 +117,13 @@ class RaytracedConfig:
     """how much lower the initial weights towards the output node are: larger values start with longer sequences"""
     input_rank: int = 4
     """rank of the map by which gates also depend on the layer's input; 0: on firing rates alone, as in the paper"""
+    entry_scale: float = 1.0
+    """factor of the initial entry gate's logits: larger values start with sharper entry rates"""
+    input_init_std: float = 0.0
+    """standard deviation of the initial map from the rank `input_rank` to the gates' logits; 0: zeros"""
 
     def __post_init__(self) -> None:
-        require_one_of("weighting", self.weighting, WEIGHTINGS)
+        require_one_of("weighting", self.weighting, get_args(Weighting))
         require_one_of("mask_gradient", self.mask_gradient, get_args(MaskGradient))
         require_one_of("train_select", self.train_select, get_args(Select))
         check_sequence_options(
@@ -115,6 +136,36 @@ class RaytracedConfig:
         is_rank = isinstance(self.input_rank, Integral) and self.input_rank >= 0
         rule = "must be a whole number, at least 0; 0: gates depend on firing rates alone, as in the paper"
         require(is_rank, "input_rank", repr(self.input_rank), rule)
+        for name in ("weight_scale", "entry_scale"):
+            value = getattr(self, name)
+            require(_is_number(value) and value > 0, name, repr(value), "must be a number above 0")
+        std = self.input_init_std
+        require(_is_number(std) and std >= 0, "input_init_std", repr(std), "must be a number, at least 0; 0: zeros")
+        if self.stop_range is not None:
+            object.__setattr__(self, "stop_range", check_stop_range(self.stop_range))
+
+    def for_grid(self, num_layers: int, num_experts: int) -> "RaytracedConfig":
+        """The same options for one grid, with "auto" replaced by the weighting that it stands for there."""
+        if self.weighting != "auto":
+            return self
+        # By rates that sum to one a layer's only active expert has weight 1, whatever the gates above it do. The last layer
+        # rarely has another: in a grid of one layer the entry gate would never learn, in one of two layers no other gate.
+        is_small = num_layers <= 2 or num_experts == 1
+        return replace(self, weighting="relative" if is_small else "rates-to-one")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+
+
+def check_stop_range(stop_range: Any) -> tuple[float, float]:
+    """The ends of a range of stops; refuses what is no range of numbers above 0."""
+    rule = "must be two numbers above 0, the smaller one first, for example (0.03, 0.15)"
+    require(isinstance(stop_range, list | tuple) and len(stop_range) == 2, "stop_range", repr(stop_range), rule)
+    low, high = stop_range
+    fits = _is_number(low) and _is_number(high) and 0 < low <= high
+    require(fits, "stop_range", repr(stop_range), rule)
+    return low, high
 
 
 class RaytracedRouter(Fusable, Router):
@@ -132,7 +183,7 @@ class RaytracedRouter(Fusable, Router):
 
     def __init__(self, dim: int, num_layers: int, num_experts: int, config: RaytracedConfig) -> None:
         super().__init__(dim, num_layers, num_experts, num_outlets=0)
-        self.config = config
+        config = self.config = config.for_grid(num_layers, num_experts)
         self.routing = RoutingNetwork(
             num_layers,
             num_experts,
@@ -142,18 +193,24 @@ class RaytracedRouter(Fusable, Router):
         )
         # Parameters, not a module to call: one compiled call may read them along with all the rest.
         self.gate = nn.ParameterDict(dict(nn.Linear(dim, num_experts).named_parameters()))
+        if config.entry_scale != 1:
+            with torch.no_grad():
+                for parameter in self.gate.values():
+                    parameter *= config.entry_scale
         # The names of these two are those of stored tensors.
         self.sight_in: nn.Parameter | None = None
         if config.input_rank and num_layers > 1:
             self.sight_in = nn.Parameter(nn.Linear(dim, config.input_rank, bias=False).weight)
             self.sight_out = nn.Parameter(torch.zeros(num_layers - 1, num_experts, num_experts + 1, config.input_rank))
+            if config.input_init_std:
+                nn.init.normal_(self.sight_out, std=config.input_init_std)
 
     def entry(self, hidden_BD: Tensor) -> Tensor:
         """The rates that enter the first layer (B, N), at least in float32."""
         return entry_rates(hidden_BD, self.gate["weight"], self.gate["bias"])
 
     def input_logits(self, hidden_BD: Tensor) -> Tensor | None:
-        """What input-conditioned gates add to their logits (B, L − 1, N, O); zero at the start of training."""
+        """What input-conditioned gates add to their logits (B, L − 1, N, O); a fresh map has deviation `input_init_std`."""
         return None if self.sight_in is None else input_logits(hidden_BD, self.sight_in, self.sight_out)
 
     def input_maps(self) -> tuple[Tensor, ...]:
@@ -166,14 +223,30 @@ class RaytracedRouter(Fusable, Router):
         """How nodes are chosen: as the call asks, else greedily in evaluation and by `train_select` in training."""
         return call.select or (self.config.train_select if self.training else "greedy")
 
-    def sequence_options(self, call: Call) -> dict[str, Any]:
+    def draws_stop(self, call: Call) -> bool:
+        """Whether each row's rule for the output node is drawn from `stop_range`: in training, where the call has none."""
+        return self.training and call.stop is None and self.config.stop_range is not None
+
+    def resolve_stop(self, call: Call, hidden_BD: Tensor) -> StopPerRow:
+        """The rule for the output node: the call's, one drawn for each row from `stop_range` in training, or the layer's.
+
+        What is drawn depends on the seed and the row number alone; the seed is taken from the call's generator.
+        """
+        if not self.draws_stop(call):
+            return self.config.stop if call.stop is None else call.stop
+        assert self.config.stop_range is not None
+        seed = new_seed(call.generator, hidden_BD.device)
+        rows_B = torch.arange(len(hidden_BD), device=hidden_BD.device) if call.rows is None else call.rows
+        return log_uniform(seed, rows_B, *self.config.stop_range)
+
+    def sequence_options(self, call: Call, hidden_BD: Tensor) -> dict[str, Any]:
         """The options of the activation sequence for one call, checked."""
         config, select, budget = self.config, self.resolve_select(call), call.max_experts
         if select not in ("greedy", "sample") or (budget is not None and (type(budget) is not int or budget < 0)):
             check_sequence_options(select=select, stop=config.stop, estimator=config.estimator, max_experts=budget)
         num_nodes = self.num_layers * self.num_experts
         return {
-            "stop": config.stop,
+            "stop": self.resolve_stop(call, hidden_BD),
             "estimator": config.estimator,
             "temperature": config.temperature,
             "num_steps": num_nodes if budget is None else min(budget, num_nodes),
@@ -186,7 +259,7 @@ class RaytracedRouter(Fusable, Router):
             self.entry(hidden_BD),
             input_logits=self.input_logits(hidden_BD),
             select=self.resolve_select(call),
-            stop=self.config.stop,
+            stop=self.resolve_stop(call, hidden_BD),
             estimator=self.config.estimator,
             temperature=self.config.temperature,
             max_experts=call.max_experts,
@@ -197,7 +270,7 @@ class RaytracedRouter(Fusable, Router):
     def weigh(self, route: Route) -> Tensor:
         """The factor of each expert's output (B, L, N)."""
         assert route.rates is not None
-        return WEIGHTINGS[self.config.weighting](route.active, route.rates.nodes)
+        return expert_weights(self.config.weighting, route.active, route.rates.nodes, self.config.weight_scale)
 
     def plan(self, hidden_BD: Tensor, call: Call) -> Choice:
         """The path through all layers: it depends on the layer's input alone, so it is known before any expert runs."""
@@ -205,7 +278,8 @@ class RaytracedRouter(Fusable, Router):
         return Choice(route.active, self.weigh(route), route=route)
 
     def alike(self, call: Call) -> bool:
-        return self.resolve_select(call) == "greedy"
+        differs = isinstance(call.stop, Tensor) or self.draws_stop(call)  # by row, not by vector
+        return self.resolve_select(call) == "greedy" and not differs
 
     def cost(self, route: Route, num_steps: Tensor | None = None) -> Cost:
         """The cost of the entry gate and of the gates that each step of a sequence evaluates anew.
@@ -251,18 +325,25 @@ class RaytracedExperts(Fusable, RoutedLayer):
         config: All further options, as a `RaytracedConfig`; or give them one by one as keyword arguments:
         stream: How vectors pass from one layer to the next: "residual", "skip-sum" or "last".
         weighting: Factor of an expert's output: "unit" (1), "rates-to-one" or "rates" (firing rates that sum to one, or to
-            the number of active experts, in every layer).
+            the number of active experts, in every layer), or "relative" (the rate over the largest active rate of the
+            layer, a constant to the gradient: a weight does not change when experts of smaller rates join). "auto":
+            "relative" in grids of one or two layers or of one expert per layer, else "rates-to-one".
+        weight_scale: A constant by which all these factors are multiplied.
         mask_gradient: Which experts get a gradient for their place in the mask: "active" or "all" (all experts then run).
         estimator: How gradients pass through a draw: "none", "reinmax", "gumbel" or "straight-through".
         temperature: Of the "gumbel" estimator.
         stop: When a sequence ends: "drawn", "dominant", or how much the output node's firing rate counts when the next node
             is chosen; smaller values run more experts.
+        stop_range: In training, where a call gives no `stop`, one is drawn log-uniformly from this range, (low, high), for
+            each vector: one model for many budgets. Default: none, `stop` holds in training too.
         train_select: How nodes are chosen in training: "greedy" or "sample".
         gate_init: Initial distribution of the gates' weights: "normal" or "uniform".
         scale_init: Whether to scale the initial gates by √(num_experts + 1), as the paper does.
         output_logit_offset: How much lower the initial weights towards the output node are; larger values start with longer
             sequences.
         input_rank: Rank of the map by which gates also depend on the layer's input; 0: on firing rates alone.
+        entry_scale: Factor of the initial entry gate's logits; larger values start with sharper entry rates.
+        input_init_std: Standard deviation of the initial map from rank `input_rank` to the gates' logits; 0: zeros.
 
     The defaults are our recipe; `RaytracedExperts(dim, num_layers, num_experts, **raytraced.PAPER)` is the paper's.
 
@@ -307,7 +388,7 @@ class RaytracedExperts(Fusable, RoutedLayer):
             return self.run_all(hidden_BD, call)
         if not (self.fuses and router.fuses):
             return super().run(hidden_BD, call)
-        options = router.sequence_options(call)
+        options = router.sequence_options(call, hidden_BD)
         seed = new_seed(call.generator, hidden_BD.device) if router.resolve_select(call) == "sample" else None
         answer, route = kernels.raytrace(
             self.kernel_args(router), hidden_BD, exits=call.exits, seed=seed, rows_B=call.rows, **options
@@ -343,15 +424,21 @@ class RaytracedExperts(Fusable, RoutedLayer):
         supported = policy.exit_every == "layer" and policy.deadline is None and policy.confidence is not None
         if not (supported and self.fuses and router.fuses and router.resolve_select(call) == "greedy"):
             return None
+        if router.draws_stop(
+            call
+        ):  # a seed taken here would be taken once more by the exits, where there is no fused call
+            return None
         self.check(hidden_BD)
         thresholds = [policy.threshold(number) for number in range(router.num_layers + 1)]
-        options = router.sequence_options(call)
+        options = router.sequence_options(call, hidden_BD)
         return kernels.early_exit(self.kernel_args(router), hidden_BD, head, thresholds, mask_B, **options)
 
     def kernel_args(self, router: RaytracedRouter) -> kernels.KernelArgs:
         """The parts of the layer that one compiled call reads."""
-        weighting = router.config.weighting
-        return kernels.KernelArgs(router.routing, self.experts, router.input_maps(), weighting, self.stream)
+        config = router.config
+        return kernels.KernelArgs(
+            router.routing, self.experts, router.input_maps(), config.weighting, self.stream, config.weight_scale
+        )
 
     def extra_repr(self) -> str:
         return f"stream={self.stream}, mask_gradient={self.router.config.mask_gradient}"
@@ -366,16 +453,17 @@ def untrainable_reason(router: RaytracedRouter) -> str | None:
     if router.config.weighting not in ("rates-to-one", "rates") or num_layers * num_experts == 1:
         return None
     if num_experts == 1:
-        remedy = "set num_experts to 2 or more, or weighting='unit' with estimator='reinmax'"
+        remedy = "set num_experts to 2 or more, or weighting='relative'"
         return f"the only expert of a layer has weight 1 whatever its rate is; {remedy}"
     # The first expert's rate is the largest. With one layer the output node then has all of it, so a greedy sequence ends.
-    ends_at_once = router.config.stop in ("drawn", "dominant") or float(router.config.stop) >= 1
+    stop = router.config.stop if router.config.stop_range is None else router.config.stop_range[0]
+    ends_at_once = stop in ("drawn", "dominant") or float(stop) >= 1
     if (
         num_layers == 1
         and router.config.train_select == "greedy"
         and router.config.estimator == "none"
         and ends_at_once
     ):
-        remedy = "set num_layers to 2 or more, stop below 1 (0.3, for example), or train_select='sample'"
+        remedy = "set num_layers to 2 or more, weighting='relative', or stop below 1 (0.3, for example)"
         return f"each vector runs exactly one expert, with weight 1 whatever its rate is; {remedy}"
     return None

@@ -16,16 +16,22 @@ template <class S> struct Draw {
   const SequenceArgs& args;
   const Size<S> size;
   u64 row;
+  T output_counts;  // how much the output node's rate counts for this sample
   u32* words;       // (K, rounded up, and a vector more): of a race
   T* ratios;        // (L, P): of a race
   u32 uniforms[4];  // the words of four steps
 
   Draw(const SequenceArgs& args, const Size<S>& size) : args(args), size(size) {}
 
+  void start(i64 b) {
+    row = args.rows ? (u64)args.rows[b] : (u64)b;
+    output_counts = args.stops ? ((const T*)args.stops)[b] : (T)args.output_counts;
+  }
+
   // The node drawn, or M for the output node; M, too, where no candidate has a positive rate.
   inline int choose(const T* probs, const T* mass, const T* peak, T output, int depth, int step) {
     const int M = size.L * size.N();
-    output *= (T)args.output_counts;
+    output *= output_counts;
     if (args.dominant) {
       T most = 0;
       for (int l = 0; l < depth; ++l) most = peak[l] > most ? peak[l] : most;

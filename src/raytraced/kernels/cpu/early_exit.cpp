@@ -32,6 +32,7 @@ template <typename T> struct Block {
   RaytraceBetween between = {};
   T *hidden, *given, *sum;                      // (n, D): a layer's input and output; the sum so far of the skip-sum stream
   T *active, *mix, *results;                    // of one layer: (n, N), (n, N), (pairs, D)
+  T* stops;                                     // (n): how much the output node's rate counts, where rows differ
   int* pair_rows;
   i64 *offsets, *staying, *place, *last;          // (N + 1); (n): the row, where in `routed`, the last layer in which an expert is active for it
   void* parameters[2 * 17];                     // of one layer
@@ -40,6 +41,7 @@ template <typename T> struct Block {
     Pieces pieces(memory, sizeof(T));
     hidden = (T*)pieces.numbers(rows * D), given = (T*)pieces.numbers(rows * D), sum = (T*)pieces.numbers(rows * D);
     active = (T*)pieces.numbers(rows * N), mix = (T*)pieces.numbers(rows * N), results = (T*)pieces.numbers(rows * N * D);
+    stops = (T*)pieces.numbers(rows);
     between.entry = pieces.numbers(rows * N), between.seen = pieces.numbers(rows * args.sequence.rank);
     between.mix = pieces.numbers(rows * L * N);
     routed.active = pieces.numbers(rows * L * N), routed.rates = pieces.numbers(rows * L * N), routed.output = pieces.numbers(rows);
@@ -63,6 +65,7 @@ template <typename T> struct Block {
       const bool is_confident = kernel.answer(call, stream == RESIDUAL ? vector : sum + n * D, D, row, 0);
       if (is_confident || !may_stay) continue;
       copy(hidden + n * D, vector, D);
+      if (call.stops) stops[n] = ((const T*)call.stops)[row];
       staying[n++] = row;
     }
   }
@@ -75,6 +78,7 @@ template <typename T> struct Block {
     SequenceArgs one = args.sequence;
     one.batch = n, one.threads = 1, one.entry = between.entry, one.active = routed.active, one.rates = routed.rates;
     one.output = routed.output, one.nodes = routed.nodes, one.num_active = routed.num_active;
+    if (call.stops) one.stops = stops;
     if (one.rank) one.seen = between.seen, one.factor = args.maps[3];
     if (raytraced_sequence_forward(&one)) return false;
     kernel.weigh(pass, 0, n);

@@ -86,6 +86,7 @@ struct Pass : RaytracePass {
   SequenceArgs sequence() const {
     SequenceArgs one = args.sequence;
     one.batch = call.batch, one.threads = call.threads, one.seed = call.seed, one.rows = call.rows, one.entry = between.entry;
+    one.stops = call.stops;
     one.active = call.active, one.rates = call.rates, one.output = call.output;
     one.nodes = call.nodes, one.num_active = call.num_active;
     if (one.rank) one.seen = between.seen, one.factor = args.maps[3];

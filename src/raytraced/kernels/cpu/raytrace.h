@@ -8,13 +8,14 @@
 namespace raytraced {
 
 // The numbers of cpp_raytrace.py.
-enum Weighting : long long { UNIT = 0, RATES_TO_ONE = 1, RATES = 2 };
+enum Weighting : long long { UNIT = 0, RATES_TO_ONE = 1, RATES = 2, RELATIVE = 3 };
 
 // As class RaytraceArgs in cpp_raytrace.py: what stays the same from call to call; what a call brings is not filled in.
 struct RaytraceArgs {
   SequenceArgs sequence;
   ExpertsArgs experts;
   long long weighting;
+  double weight_scale;  // of all weights
   const void* maps[4];  // of the hidden vector: the entry gate's (N, D) and (N); if gates see, (R, D) and (L-1, N, O, R)
 };
 
@@ -24,7 +25,8 @@ struct RaytraceCall {
   void *active, *rates, *output;           // as in sequence.h
   long long *nodes, *num_active;
   const void* hidden;                      // (B, D)
-  const long long *seed, *rows;            // as in sequence.h
+  const void* stops;                       // as in sequence.h, and so the next two
+  const long long *seed, *rows;
   void *out, *states, *start;              // (B, D); with exits (L-1, B, D) and (B, D), else null: each layer's output, and the first input
   void *memory, *pairs;                    // for what passes from one part to the next, see RaytraceBetween
   const void *grad_out, *grad_states, *grad_start, *grad_output;
@@ -40,6 +42,7 @@ struct EarlyExitCall {
   const void *hidden, *weight, *bias;      // (B, D); the output layer's (Y, D) and (Y)
   const double* thresholds;                // (L + 1), of the largest probability, before the first layer and after each
   const unsigned char* mask;               // (B), null for ones: a row of 0 leaves with its first answer
+  const void* stops;                       // (B), null: as in sequence.h
   void *logits, *active;                   // (B, Y), (B, L, N): who ran
   long long *nodes, *num_active, *num_exits;  // (B, S): the whole sequence, if it was asked for; (B), (B)
 };

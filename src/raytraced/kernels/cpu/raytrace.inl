@@ -66,6 +66,16 @@ template <typename T> struct Raytrace {
     }
   }
 
+  // The largest rate of a layer's active experts; NaN where there is a NaN.
+  static T largest(const T* active, const T* rates, i64 count) {
+    T most = 0;
+    for (i64 i = 0; i < count; ++i) {
+      const T rate = active[i] * rates[i];
+      most = rate > most || rate != rate ? rate : most;
+    }
+    return most;
+  }
+
   // How much each active expert counts.
   static void weigh(const RaytracePass& pass, i64 begin, i64 end) {
     const RaytraceArgs& args = pass.args;
@@ -75,9 +85,11 @@ template <typename T> struct Raytrace {
       const T *active = (const T*)pass.call.active + at, *rates = (const T*)pass.call.rates + at;
       T *mix = (T*)pass.between.mix + at, total = 0, count = 0;
       for (i64 i = 0; i < N; ++i) total += active[i] * rates[i], count += active[i];
-      const T scale = args.weighting == RATES ? count : T(1), least = total > floor ? total : floor;
+      if (args.weighting == RELATIVE) total = largest(active, rates, N);
+      const T constant = (T)args.weight_scale, scale = args.weighting == RATES ? count * constant : constant;
+      const T least = total > floor ? total : floor;
       if (args.weighting == UNIT || !(total > 0))
-        for (i64 i = 0; i < N; ++i) mix[i] = active[i];
+        for (i64 i = 0; i < N; ++i) mix[i] = active[i] * constant;
       else
         for (i64 i = 0; i < N; ++i) mix[i] = active[i] * (rates[i] / least) * scale;
     }
@@ -95,12 +107,15 @@ template <typename T> struct Raytrace {
         const T passed = active[i] * rates[i];
         total += passed, sum += grad[i] * passed, count += active[i];
       }
+      if (args.weighting == RELATIVE) total = largest(active, rates, N);
+      const T constant = (T)args.weight_scale;
       if (args.weighting == UNIT || !(total > 0)) {
-        for (i64 i = 0; grad_active && i < N; ++i) grad_active[i] += grad[i];
+        for (i64 i = 0; grad_active && i < N; ++i) grad_active[i] += grad[i] * constant;
         continue;
       }
-      const T scale = (args.weighting == RATES ? count : T(1)) / (total > floor ? total : floor);
-      const T mean = total >= floor ? sum / total : T(0);  // below the floor the total is a constant
+      const T scale = (args.weighting == RATES ? count * constant : constant) / (total > floor ? total : floor);
+      // Below the floor the total is a constant; the largest rate always is one.
+      const T mean = total >= floor && args.weighting != RELATIVE ? sum / total : T(0);
       for (i64 i = 0; i < N; ++i) grad_rates[i] += active[i] * (grad[i] - mean) * scale;
       for (i64 i = 0; grad_active && i < N; ++i) grad_active[i] += rates[i] * (grad[i] - mean) * scale;
     }

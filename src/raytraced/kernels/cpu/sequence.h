@@ -14,6 +14,7 @@ struct SequenceArgs {
   // What gates see of the input, added to their logits: (B, L-1, N, O), or two factors (B, R) and (L-1, N, O, R), or null.
   const void *input_logits, *seen, *factor;
   const long long *seed, *rows;       // one number, null for greedy; (B,), null for 0 ... B-1
+  const void* stops;                  // (B,), in place of output_counts, a number for each sample; or null
   void* active;                       // (B, M)
   long long *nodes, *num_active;      // (B, T), (B,)
   void *rates, *output;               // (B, M), (B,)

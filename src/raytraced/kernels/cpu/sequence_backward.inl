@@ -286,7 +286,7 @@ template <class S> struct Backward {
     replay.input_gates.start_back();
     for (i64 step = 0; step < num_active; ++step) replay.activate((int)nodes[step] / N, (int)nodes[step] % N, step);
 
-    draw.row = args.rows ? (u64)args.rows[b] : (u64)b;
+    draw.start(b);
     for (int i = 0; i < P; ++i) grad_entry[i] = 0, grad_first[i] = 0;
     arrive(grad_active, (const T*)args.grad_active, b);
     if (args.grad_rates || args.grad_output) {

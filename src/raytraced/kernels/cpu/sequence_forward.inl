@@ -194,7 +194,7 @@ template <class S> struct Forward {
     T total = 0;
     for (int i = 0; i < N; ++i) total += rates[i];
     can_draw = total > 0 && total - total == 0;  // else the sequence is empty, as `unroll` defines it
-    draw.row = args.rows ? (u64)args.rows[b] : (u64)b;
+    draw.start(b);
     i64* nodes = args.nodes + b * args.steps;
     i64 step = 0;
     T output = 0;
