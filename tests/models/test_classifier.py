@@ -147,8 +147,8 @@ def test_no_images_at_all_give_no_answers():
         (lambda: next(iter(rt.anytime(rt.build("mre", **TINY), torch.full((1, 1, 8, 8), torch.nan)))), "inputs: 64 of 64 values are not finite"),
         (lambda: next(iter(rt.anytime(rt.build("mre", **TINY), torch.zeros(1, 1, 8, 8), max_experts=-1))), "max_experts=-1: must be"),
         (lambda: next(iter(rt.anytime(rt.build("top-k", **TINY), torch.zeros(1, 1, 8, 8)))), "top-k: has one answer only"),
-        (lambda: rt.build("top-k", **TINY)(torch.zeros(1, 1, 8, 8), max_experts=1), "select and max_experts: this router supports neither"),
-        (lambda: rt.build("dense", **DIGITS)(torch.zeros(1, 1, 8, 8), select="sample"), "select and max_experts: this router supports neither"),
+        (lambda: rt.build("top-k", **TINY)(torch.zeros(1, 1, 8, 8), max_experts=1), "select, max_experts and stop: this router supports none of them"),
+        (lambda: rt.build("dense", **DIGITS)(torch.zeros(1, 1, 8, 8), select="sample"), "select, max_experts and stop: this router supports none of them"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named_with_its_value_and_the_rule(call, message):

@@ -229,7 +229,8 @@ def test_an_image_shape_must_be_three_positive_numbers(shape):
 def test_options_of_a_model_include_those_of_the_grid():
     grid = ("dim", "num_layers", "num_experts", "expert", "hidden", "num_hidden", "stream")
     assert known_options("top-k") == [*grid, "k", "balance", "total"]
-    assert set(known_options("mre")) == {*grid, *rt.PAPER, "stop", "scale_init", "input_rank"}
+    more = ("stop", "stop_range", "scale_init", "weight_scale", "entry_scale", "input_init_std")
+    assert set(known_options("mre")) == {*grid, *rt.PAPER, *more}
 
 
 @pytest.mark.parametrize("name", MODELS)

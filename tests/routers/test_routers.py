@@ -420,7 +420,7 @@ def test_the_loss_of_a_plan_is_the_loss_of_the_layer():
 def test_options_of_sequences_are_refused_and_greedy_is_accepted():
     layer, hidden = make_layer(TopK), torch.randn(2, 5, dtype=torch.float64)
     for asked in ({"select": "sample"}, {"max_experts": 2}):
-        with pytest.raises(ValueError, match="select and max_experts: this router supports neither"):
+        with pytest.raises(ValueError, match="select, max_experts and stop: this router supports none of them"):
             layer(hidden, **asked)
     assert torch.equal(layer(hidden, select="greedy").hidden, layer(hidden).hidden)
 
