@@ -14,7 +14,17 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from raytraced import kernels
 from raytraced.errors import require, require_one_of
-from raytraced.layer import Call, Choice, Cost, GridSteps, LayerOutput, RoutedLayer, flat_stop, shape_route, spread_route
+from raytraced.layer import (
+    Call,
+    Choice,
+    Cost,
+    GridSteps,
+    LayerOutput,
+    RoutedLayer,
+    flat_stop,
+    shape_route,
+    spread_route,
+)
 from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost, num_parameters
 from raytraced.models.paths import Paths, PathTables, choose_rows, describe_paths
 from raytraced.store.experts import StoredExperts
