@@ -136,13 +136,16 @@ def test_rows_that_leave_early_take_their_own_stop_along():
 @torch.no_grad()
 def test_a_language_model_takes_a_stop_per_text_and_per_token():
     torch.manual_seed(0)
-    model = rt.build("gpt-mre", dim=16, hidden=16, num_heads=2, context=8, num_layers=2, num_experts=4).eval()
+    model = rt.build("gpt-mre", dim=16, hidden=16, num_heads=2, context=8, depth=3, num_experts=4).eval()
     tokens = torch.randint(0, 256, (3, 6), generator=generator())
     per_text = torch.tensor([0.02, 0.3, 5.0])
     found = model(tokens, stop=per_text).num_experts
     assert torch.equal(found, model(tokens, stop=per_text[:, None].expand(3, 6)).num_experts)
     for row, value in enumerate(per_text.tolist()):
         assert torch.equal(found[row], model(tokens[row : row + 1], stop=value).num_experts[0])
+    mask = torch.arange(6) < torch.tensor([6, 4, 5])[:, None]
+    masked = model(tokens, stop=per_text, mask=mask).num_experts
+    assert torch.equal(masked[mask], found[mask])
     with pytest.raises(ValueError, match=r"^stop has shape \(2, 6\): must be \(3, 6\)"):
         model(tokens, stop=torch.ones(2, 6))
 
