@@ -141,8 +141,8 @@ def run(target, *args, env=None, timeout=120):
         return subprocess.CompletedProcess(args, code, *(file.read_text(encoding="utf-8") for file in files))
 
 
-def run_together(size, target, *args, timeout=240):
-    """What torchrun does on one host: processes that get a common address; all must succeed."""
+def run_together(size, target, *args, timeout=100):
+    """What torchrun does on one host: processes that get a common address; all must succeed. What each printed."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     place |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
@@ -156,3 +156,4 @@ def run_together(size, target, *args, timeout=240):
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0] * size, "\n".join(printed)
+    return printed

@@ -173,7 +173,12 @@ def as_before(monkeypatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", NAMES)
+SLOW_PAGES = {"docs/guides/export.md"}  # tests/io/test_export.py exports a smaller model, and tries more
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_PAGES else name for name in NAMES]
+)
 def test_python_of_a_page_runs_from_top_to_bottom(name, workplace, as_before):
     page = PAGES[NAMES.index(name)]
     namespace = {"__name__": "page"}

@@ -177,6 +177,7 @@ def test_the_workflow_names_files_targets_and_extras_that_exist():
     assert os.access(ROOT / ".ci/run", os.X_OK)
 
 
+@pytest.mark.slow  # three processes, and a time
 def test_the_import_is_quick_and_every_public_name_adds_less_than_a_third_of_a_second_to_torch():
     # processor time: a busy machine does not make it longer
     program = (

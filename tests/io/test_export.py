@@ -184,10 +184,21 @@ def test_an_onnx_file_is_valid_and_holds_its_card(exported, saved):
     assert {*saved.parent.iterdir()} == {saved, exported}
 
 
-def test_a_torch_file_gives_the_answers_of_the_model(tmp_path):
-    options = {"stop": "dominant", "weighting": "rates", "input_rank": 2, "stream": "skip-sum"}
-    model = make(image_shape=COLOUR, **TINY, **options)
-    torch.nn.init.normal_(model.layer.router.sight_out)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_layers": 1, "num_experts": 2},
+        pytest.param(
+            TINY | {"stop": "dominant", "weighting": "rates", "input_rank": 2, "stream": "skip-sum"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["small", "every option"],
+)
+def test_a_torch_file_gives_the_answers_of_the_model(tmp_path, options):
+    model = make(image_shape=COLOUR, **{"dim": 4} | options)
+    if model.layer.router.sight_in is not None:
+        torch.nn.init.normal_(model.layer.router.sight_out)
     assert export(model, tmp_path / "one.pt2", "torch", pixels="float") == (
         ("images", "max_experts"),
         exporting.OUTPUTS,

@@ -142,14 +142,15 @@ def test_fixed_steps_give_what_looking_gives(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's, of itself
 @pytest.mark.usefixtures("_as_on_a_gpu")
-def test_forward_and_backward_compile_whole():
+@pytest.mark.parametrize("max_experts", [1, pytest.param(3, marks=pytest.mark.slow)])  # a step takes a second to trace
+def test_forward_and_backward_compile_whole(max_experts):
     layer = HiddenOnly(make())
     hidden_BD = torch.randn(6, 8, requires_grad=True)
     sources = [hidden_BD, *layer.parameters()]
 
     def gradients(run):
         with kernels.use(sequence="plain", experts="dense"):  # grouped products: test_grouped_experts.py
-            loss = run(hidden_BD, max_experts=3).square().sum()  # a step takes a second to trace
+            loss = run(hidden_BD, max_experts=max_experts).square().sum()
         return torch.autograd.grad(loss, sources, allow_unused=True, materialize_grads=True)
 
     expected = gradients(layer)

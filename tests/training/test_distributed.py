@@ -39,13 +39,25 @@ def assert_close_runs(run, whole) -> None:
         torch.testing.assert_close(weights(run)[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-def test_two_processes_under_the_same_command_equal_one(config, no_pictures, tmp_path):
+def output_of_torchrun(file: Path) -> str:
+    return torchrun(2, "-m", "raytraced.cli.main", "train", "-c", str(file))
+
+
+def output_of_two_processes(file: Path) -> str:
+    """What torchrun gives, without the time that it and its processes take to import PyTorch."""
+    return "".join(run_together(2, command, "train", "-c", str(file)))
+
+
+@pytest.mark.parametrize(
+    "run_command", [output_of_two_processes, pytest.param(output_of_torchrun, marks=pytest.mark.slow)]
+)
+def test_two_processes_under_the_same_command_equal_one(run_command, config, no_pictures, tmp_path):
     # batches of 16 leave a last one of 7, of which one process gets 3 and the other 4
     config = replace(config, optimizer="sgd")  # Adam would make whole steps of the rounding of gradients near zero
     whole = train(replace(config, name="whole"))
     file = tmp_path / "config.yaml"
     file.write_text(write_config(config))
-    output = torchrun(2, "-m", "raytraced.cli.main", "train", "-c", str(file))
+    output = run_command(file)
     run = RunFolder(Path(config.runs_dir) / config.name)
     assert output.splitlines()[-1] == str(run.path)
     assert len([line for line in output.splitlines() if line.startswith("epoch")]) == 3  # the leader alone prints

@@ -160,6 +160,7 @@ def test_an_interrupt_while_an_epoch_is_trained_ends_the_benchmark(bench, monkey
         model_workloads.measure_epoch(bench)
 
 
+@pytest.mark.slow  # two processes that import PyTorch; test_end_to_end_at_tiny_size measures too
 def test_memory_is_what_the_system_counts_or_there_is_a_reason(bench):
     (row,) = model_workloads.measure_memory(bench).rows
     assert row["note"] if row["ratio"] is None else 0 < row["mb"] < row["against_mb"]
