@@ -35,6 +35,9 @@ DOORS = {
         "import os; assert os.path.exists('runs/two/trackers.json')"
         for name in ("wandb", "trackio", "mlflow")
     },
+    "dask": "import distributed",
+    "ray": "import ray",
+    "slurm": "import submitit",
     "bench": "import mixture_of_experts, st_moe_pytorch, transformers",
 }
 

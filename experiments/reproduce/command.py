@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from experiments.reproduce import plan
 from experiments.reproduce.plan import FULL, PARTS, QUICK, TEXT, TEXT_QUICK, Planner, Scale, Selection, collect_runs
@@ -17,6 +18,8 @@ def reproduce(
     output: str = "results",
     data_root: str | None = None,
     workers: int | None = None,
+    executor: str = "local",
+    again: str | None = None,
     redraw: bool = False,
     dry_run: bool = False,
 ) -> int:
@@ -28,7 +31,10 @@ def reproduce(
         data: Only these data sets, such as mnist,cifar10.
         output: Folder of the results; its sub-folder runs holds the run folders.
         data_root: Folder of the data sets (default: $RAYTRACED_HOME/data, else raytraced/data in the user's cache folder).
-        workers: Number of processes that train at the same time, one core each (default: the number of cores).
+        workers: Number of runs that are trained at the same time, one core each (default: the number of cores of this
+            machine; another executor gets all runs at once).
+        executor: Where runs are trained: local, dask:ADDRESS, ray or slurm.
+        again: Models whose runs are trained again if the code has changed since, such as mre,top-k; or all.
         redraw: Train nothing; draw from the records in OUTPUT/records.
         dry_run: Only print the number of runs and an estimate of the time.
     """
@@ -44,17 +50,31 @@ def reproduce(
         require(name in scale.data, "data", name, f"no such data set; {did_you_mean(name, scale.data)}")
     folder = Path(output) / "quick" if quick else Path(output)
     folder = folder / "text" if texts else folder
-    if workers is None:
-        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    require(workers >= 1, "workers", workers, "must be at least 1")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    require(workers is None or workers >= 1, "workers", workers, "must be at least 1")
     if dry_run:
-        return print_plan(parts, scale, selected, folder, workers)
-    failures = {} if redraw else train_all(parts, scale, selected, folder, data_root, workers)
+        return print_plan(parts, scale, selected, folder, workers or cores)
+    where = Place(executor, workers or (cores if executor == "local" else None), tuple(words_of(again)))
+    failures = {} if redraw else train_all(parts, scale, selected, folder, data_root, where)
     page = write_results(parts, scale, selected, folder, data_root)
     for key, problem in failures.items():
         print(f"failed: {key}: {problem}")
     print(page)
     return 1 if failures else 0
+
+
+class Place(NamedTuple):
+    """Where runs are trained, and which of them again.
+
+    Args:
+        executor: The name of an executor.
+        workers: Number of runs that are trained at the same time; None leaves that to the executor.
+        again: Labels of runs that are trained again if the code has changed.
+    """
+
+    executor: str = "local"
+    workers: int | None = 1
+    again: tuple[str, ...] = ()
 
 
 def words_of(words: str | None) -> list[str]:
@@ -69,7 +89,7 @@ def find_plan(scale: Scale, folder: Path) -> Planner:
 
 
 def train_all(
-    parts: list[str], scale: Scale, selected: Selection, folder: Path, data_root: str | None, workers: int
+    parts: list[str], scale: Scale, selected: Selection, folder: Path, data_root: str | None, place: Place
 ) -> dict[str, str]:
     """Train the missing runs: first the learning-rate searches, then the runs that need their results."""
     import matplotlib  # noqa: F401 (a missing one is reported before hours of training)
@@ -79,13 +99,15 @@ def train_all(
 
     failures: dict[str, str] = {}
     planner = find_plan(scale, folder)
+    check_labels(place.again, planner)
     while True:
         runs = collect_runs(parts, planner, selected)
         if not runs:
             raise ValueError(f"nothing to run: {', '.join(parts)} has no run on {', '.join(selected or ())}")
         for name in sorted({run.data for run in runs}):  # cached before training: two workers must not fetch the same
             find_task(name).load(name, data_root)
-        failures |= run_all(runs, folder / "runs", folder / "records", workers, data_root)
+        executor, workers, again = place
+        failures |= run_all(runs, folder / "runs", folder / "records", workers, data_root, executor, again)
         found = find_plan(scale, folder)
         if found == planner:
             # A search's run that diverged is a result, not a failure.
@@ -94,6 +116,14 @@ def train_all(
                 key: problem for key, problem in failures.items() if key not in known or known[key].group != "search"
             }
         planner = found
+
+
+def check_labels(names: tuple[str, ...], planner: Planner) -> None:
+    """Refuse labels that no run has."""
+    runs = plan.every_run(planner) if names else []
+    labels, keys = {run.label for run in runs}, {run.key for run in runs}
+    for name in names:
+        require(name in {"all", *labels, *keys}, "again", name, f"no such model; {did_you_mean(name, sorted(labels))}")
 
 
 def write_results(parts: list[str], scale: Scale, selected: Selection, folder: Path, data_root: str | None) -> Path:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from experiments.reproduce.plan import FULL, LADDER, Grids, LearningRates, Run, Scale
 from experiments.reproduce.variants import DATA_NAMES
-from raytraced.files import write_file
+from raytraced.files import lock_file, write_file
 from raytraced.training.config import TrainConfig
 
 # Learning rates whose accuracies differ by no more count as equal. Of equals the smaller wins: its long runs are steadier.
@@ -89,21 +89,30 @@ class Store:
         self.folder = folder
         self.records: dict[str, Record] = {}
         for path in sorted(folder.glob("*.jsonl")):
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-                try:
-                    record = read_line(line)
-                except (ValueError, TypeError, KeyError) as error:
-                    remedy = "remove the file to train its runs again"
-                    message = f"{path}, line {number}: is not a record of this version ({error}); {remedy}"
-                    raise ValueError(message) from error
-                self.records[record.key] = record
+            self.read(path)
+
+    def read(self, path: Path) -> None:
+        """Take over the records of a file."""
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                record = read_line(line)
+            except (ValueError, TypeError, KeyError) as error:
+                remedy = "remove the file to train its runs again"
+                message = f"{path}, line {number}: is not a record of this version ({error}); {remedy}"
+                raise ValueError(message) from error
+            self.records[record.key] = record
 
     def put(self, record: Record) -> None:
-        """Save a record; it replaces a record with the same key."""
-        self.records[record.key] = record
-        lines = [write_line(one) for _, one in sorted(self.records.items()) if one.data == record.data]
+        """Save a record; it replaces a record with the same key, and keeps what other processes have saved meanwhile."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_file(self.folder / f"{record.data}.jsonl", "".join(lines))
+        path = self.folder / f"{record.data}.jsonl"
+        with (self.folder / ".lock").open("a") as lock:
+            lock_file(lock, wait=True)
+            if path.exists():
+                self.read(path)
+            self.records[record.key] = record
+            lines = [write_line(one) for _, one in sorted(self.records.items()) if one.data == record.data]
+            write_file(path, "".join(lines))
 
     def find(self, run: Run) -> Record | None:
         """The record of a run, if it was made with the same configuration."""

@@ -1,5 +1,6 @@
-"""Train many runs, one worker process per core. Stopped at any moment, the same call continues where it was."""
+"""Train many runs on an executor. Stopped at any moment, the same call continues where it was; two calls may share a folder."""
 
+import hashlib
 import multiprocessing
 import os
 import shutil
@@ -7,102 +8,247 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
+from uuid import uuid4
 
 from rich.console import Console
+from rich.status import Status
 
+import raytraced
+from experiments.reproduce.executors import JobExecutor, make_executor, requeue
 from experiments.reproduce.plan import Run
 from experiments.reproduce.records import SHOWN_WITHIN, Record, Store, read_line, write_line
-from raytraced.files import lock_file, write_file
+from raytraced.files import write_file
 from raytraced.tables import clock
-from raytraced.training.interrupt import Interrupted, listen
+from raytraced.training.callbacks import Callback, RunInfo
+from raytraced.training.claims import ClaimedError, claim, is_claimed
+from raytraced.training.interrupt import Interrupted, StopRequest, listen
 from raytraced.training.run_folder import RunFolder
 
-MOST_TRIES = 2  # of a run whose worker process was killed or crashed
-LOCK_SECONDS = 30  # a worker whose runner was killed needs a moment to save its run
+MOST_TRIES = 2  # of a run whose worker was killed or crashed
+LOOK_SECONDS = 1.0  # between two looks at runs that another runner trains
+STOP_SECONDS = 60.0  # that workers of other machines get to save their runs
 MOST_BUDGETS = 20
 WITHIN = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # points of validation accuracy that an early exit may cost
 HISTORY = ("train_loss", "train_accuracy", "validation_accuracy", "validation_bits_per_byte", "validation_experts",
            "seconds")  # fmt: skip
 METRICS = ("num_samples", "accuracy", "bits_per_byte", "loss", "calibration_error", "mean_experts", "accuracy_per_class",
            "experts_per_class", "expert_load")  # fmt: skip
+UNTRAINED = ("cli", "explore", "serve", "integrations")  # folders of the package that no training imports
+
+
+class Outcome(NamedTuple):
+    """How a job ended.
+
+    Args:
+        state: "done": there is a record. "claimed": another process trains the run. "stopped": a signal stopped it, and it
+            is saved. "failed": it cannot be trained.
+        problem: What went wrong.
+    """
+
+    state: Literal["done", "claimed", "stopped", "failed"]
+    problem: str | None = None
 
 
 def run_all(
-    runs: Sequence[Run], work: Path, records: Path, num_workers: int, data_root: str | None = None
+    runs: Sequence[Run],
+    work: Path,
+    records: Path,
+    num_workers: int | None,
+    data_root: str | None = None,
+    executor: str = "local",
+    again: Sequence[str] = (),
 ) -> dict[str, str]:
     """Complete all runs and save their records.
 
     Args:
         runs: The runs. Those that have a record in their folder already are not trained.
-        work: Folder of the run folders.
+        work: Folder of the run folders; all workers must see it under the same path.
         records: Folder of the records.
-        num_workers: Number of worker processes, each of which trains one run at a time on one core.
+        num_workers: Number of runs that are trained at the same time; None leaves that to the executor.
         data_root: Folder of the data sets.
+        executor: Where runs are trained: what `make_executor` takes.
+        again: Labels or keys of runs that are trained again if the code has changed since; "all" for all runs.
 
     Returns:
         Key of each run that failed → what went wrong.
 
     Raises:
-        SystemExit: on SIGINT, SIGTERM or SIGHUP, after the workers have saved their runs.
+        SystemExit: on a signal that asks to stop, after the workers have saved their runs.
     """
+    work = work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    failures: dict[str, str] = {}
-    with only_runner(work / ".runner"), listen() as request, Console(stderr=True).status("starting") as status:
-        store, started = Store(records), time.monotonic()
-        missing = [run for run in runs if publish(run, work, store) is None]
-        waiting = deque(sorted(missing, key=lambda run: -run.expected_seconds))
-        # One executor per worker: a process that dies breaks its own executor, and no other run is lost.
-        free: list[Executor] = [start_worker() for _ in range(min(num_workers, len(missing)))]
-        busy: dict[Future[str | None], tuple[Run, Executor]] = {}
-        other_processes, tries = multiprocessing.active_children(), Counter[str]()
-        try:
-            while (waiting or busy) and not request.number:
-                while waiting and free:
-                    run, executor = waiting.popleft(), free.pop()
-                    tries[run.key] += 1
-                    busy[executor.submit(perform_in_worker, run, work, data_root)] = run, executor
-                for future in wait(busy, timeout=0.5, return_when=FIRST_COMPLETED).done:
-                    run, executor = busy.pop(future)
-                    is_broken = isinstance(future.exception(), BrokenExecutor)
-                    free.append(start_worker() if is_broken else executor)
-                    if is_broken and tries[run.key] < MOST_TRIES:
-                        waiting.appendleft(run)
-                        continue
-                    record = publish(run, work, store)
-                    problem = find_problem(future) or ("left no record" if record is None else record.error)
-                    failures |= {run.key: problem} if problem else {}
-                    to_go = [*waiting, *(other for other, _ in busy.values())]
-                    line = f"{describe_run(run, record, problem)}  ({time_left(missing, to_go, started)})"
-                    line = f"[{len(runs) - len(to_go)}/{len(runs)}] {line}"
-                    status.console.print(line, highlight=False, markup=False, soft_wrap=True)
-                running = [run for run, _ in busy.values()]
-                to_go, names = [*waiting, *running], ", ".join(run.key for run in running)
-                status.update(f"{len(to_go)} runs to go, {time_left(missing, to_go, started)}; running: {names}")
-        finally:
-            stop_workers([*free, *(executor for _, executor in busy.values())], other_processes)
+    drop_stale([run for run in runs if {"all", run.label, run.key} & {*again}], work)
+    store = Store(records)
+    missing = [run for run in runs if publish(run, work, store) is None]
+    if not missing:
+        return {}
+    with listen() as request, Console(stderr=True).status("starting") as status:
+        jobs = make_executor(executor, min(num_workers or 1, len(missing)), work)
+        runner = Runner(missing, len(runs), work, store, jobs, num_workers, data_root, status)
+        runner.run(request)
     if request.number:
         print("stopped; everything is saved. The same command continues from here.")
         raise SystemExit(128 + request.number)
-    return failures
+    return runner.failures
 
 
-@contextmanager
-def only_runner(path: Path) -> Iterator[None]:
-    """Hold a lock that allows one runner at a time; it ends with the process."""
-    with path.open("w") as file:
+class Runner:
+    """Keeps an executor busy until every run has a record.
+
+    Args:
+        missing: The runs without a record.
+        num_runs: Number of all runs, for messages.
+        work: Folder of the run folders.
+        store: The records.
+        jobs: Where runs are trained.
+        num_workers: Number of jobs that are submitted at the same time; None: all.
+        data_root: Folder of the data sets.
+        status: Shows what is going on.
+    """
+
+    def __init__(
+        self,
+        missing: Sequence[Run],
+        num_runs: int,
+        work: Path,
+        store: Store,
+        jobs: JobExecutor,
+        num_workers: int | None,
+        data_root: str | None,
+        status: Status,
+    ) -> None:
+        self.missing, self.num_runs, self.work, self.store = missing, num_runs, work, store
+        self.jobs, self.num_workers, self.data_root, self.status = jobs, num_workers or len(missing), data_root, status
+        self.waiting = deque(sorted(missing, key=lambda run: -run.expected_seconds))
+        self.busy: dict[Future[Outcome], Run] = {}
+        self.elsewhere: list[Run] = []  # trained by another runner
+        self.tries, self.failures, self.started = Counter[str](), dict[str, str](), time.monotonic()
+        self.stop_file = work / f".stop-{uuid4().hex}"
+        self.looked = 0.0
+
+    @property
+    def to_go(self) -> list[Run]:
+        """The runs that have not ended yet."""
+        return [*self.waiting, *self.busy.values(), *self.elsewhere]
+
+    def run(self, request: StopRequest) -> None:
+        """Submit, wait and report until all runs have ended, or a signal asks to stop."""
         try:
-            lock_file(file)
-        except BlockingIOError:
-            message = f"{path.parent}: another `python -m experiments.reproduce` trains here; wait for it, or stop it"
-            raise ValueError(message) from None
-        yield
+            while self.to_go and not request.number:
+                self.submit_waiting()
+                if self.busy:
+                    done = wait(self.busy, timeout=0.5, return_when=FIRST_COMPLETED).done
+                else:
+                    time.sleep(LOOK_SECONDS / 4)
+                    done = set()
+                for future in done:
+                    self.end_job(self.busy.pop(future), future)
+                self.look_elsewhere()
+                names = ", ".join(run.key for run in self.busy.values())
+                self.status.update(f"{len(self.to_go)} runs to go, {self.time_left()}; running: {names}")
+        finally:
+            self.stop()
+
+    def submit_waiting(self) -> None:
+        """Submit as many runs as may be trained at the same time."""
+        while self.waiting and len(self.busy) < self.num_workers:
+            run = self.waiting.popleft()
+            self.tries[run.key] += 1
+            job = self.jobs.submit(perform_in_worker, run, self.work, self.data_root, self.stop_file)
+            self.busy[job] = run
+
+    def end_job(self, run: Run, future: Future[Outcome]) -> None:
+        """Publish what a job left, or give its run back."""
+        error = CancelledError() if future.cancelled() else future.exception()
+        is_lost = isinstance(error, self.jobs.lost)
+        outcome = future.result() if error is None else Outcome("failed", f"{type(error).__name__}: {error}")
+        if outcome.state == "claimed":
+            self.tries[run.key] -= 1
+            self.elsewhere.append(run)
+            return
+        if (is_lost or outcome.state == "stopped") and self.tries[run.key] < MOST_TRIES:
+            self.waiting.appendleft(run)
+            return
+        problem = f"its worker process was killed or crashed {MOST_TRIES} times" if is_lost else outcome.problem
+        self.report(run, problem)
+
+    def look_elsewhere(self) -> None:
+        """Publish the runs that another runner has completed, and take back those that it gave up."""
+        if time.monotonic() - self.looked < LOOK_SECONDS:
+            return
+        self.looked = time.monotonic()
+        for run in list(self.elsewhere):
+            if publish(run, self.work, self.store) is not None:
+                self.elsewhere.remove(run)
+                self.report(run, None)
+            elif not is_claimed(self.work, run.folder):
+                self.elsewhere.remove(run)
+                self.waiting.append(run)
+
+    def report(self, run: Run, problem: str | None) -> None:
+        """Publish the record of a run that has ended, and print a line about it."""
+        record = publish(run, self.work, self.store)
+        problem = problem or ("left no record" if record is None else record.error)
+        self.failures |= {run.key: problem} if problem else {}
+        line = f"{describe_run(run, record, problem)}  ({self.time_left()})"
+        line = f"[{self.num_runs - len(self.to_go)}/{self.num_runs}] {line}"
+        self.status.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def time_left(self) -> str:
+        return time_left(self.missing, self.to_go, self.started)
+
+    def stop(self) -> None:
+        """End all jobs: a run that trains saves itself first."""
+        running = [run.folder for run in self.busy.values()]
+        if running:
+            self.stop_file.touch()
+            self.jobs.cancel()
+            deadline = time.monotonic() + STOP_SECONDS
+            while time.monotonic() < deadline and any(is_claimed(self.work, folder) for folder in running):
+                time.sleep(LOOK_SECONDS / 10)
+        self.jobs.shutdown()
+        self.stop_file.unlink(missing_ok=True)
+
+
+def drop_stale(runs: Sequence[Run], work: Path) -> None:
+    """Remove the run folders that other code than today's has written; one that is being trained stays."""
+    for run in runs:
+        folder = work / run.folder
+        note = folder / "code.txt"
+        if folder.exists() and not (note.exists() and note.read_text(encoding="utf-8") == code_digest()):
+            try:
+                with claim(work, run.folder):
+                    shutil.rmtree(folder)
+            except ClaimedError:
+                continue
+
+
+@cache
+def code_digest() -> str:
+    """A short hash of all files that training may depend on."""
+    root = Path(raytraced.__file__).parent
+    paths = [path for kind in ("*.py", "*.cpp", "*.h", "*.inl") for path in root.rglob(kind)]
+    digest = hashlib.sha256()
+    for path in sorted(path for path in paths if path.relative_to(root).parts[0] not in UNTRAINED):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+class CodeNote(Callback):
+    """Notes in a new run folder which code trains the run."""
+
+    def on_train_start(self, info: RunInfo, state: Any) -> None:
+        path = info.run.path / "code.txt"
+        if not path.exists():
+            # A run that other code began has no note: it stays without one.
+            write_file(path, code_digest() if state.step == 0 else "unknown")
 
 
 def publish(run: Run, work: Path, store: Store) -> Record | None:
@@ -112,14 +258,6 @@ def publish(run: Run, work: Path, store: Store) -> Record | None:
     if record is not None and store.find(run) != record:
         store.put(record)
     return record
-
-
-def find_problem(future: Future[str | None]) -> str | None:
-    """What went wrong with a run that has ended; None if nothing did."""
-    error = future.exception()
-    if isinstance(error, BrokenExecutor):
-        return f"its worker process was killed or crashed {MOST_TRIES} times"
-    return future.result() if error is None else f"{type(error).__name__}: {error}"
 
 
 def describe_run(run: Run, record: Record | None, problem: str | None) -> str:
@@ -138,71 +276,67 @@ def time_left(runs: Sequence[Run], to_go: Sequence[Run], started: float) -> str:
     return f"{clock(expected * pace)} left" if to_go else "all done"
 
 
-def start_worker() -> Executor:
-    """An executor with one worker process, which starts with the first run."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), prepare_worker)
-
-
-def stop_workers(executors: Iterable[Executor], other_processes: list[BaseProcess]) -> None:
-    """End all child processes but `other_processes`: a run that trains saves itself first."""
-    for process in multiprocessing.active_children():
-        if process not in other_processes:
-            process.terminate()
-    for executor in executors:
-        executor.shutdown(cancel_futures=True)
-
-
-def prepare_worker() -> None:
-    """Set up a worker process: one core, its own process group, no output on stdout."""
-    os.setsid()  # Ctrl-C goes to the runner, which asks the workers to stop
-    os.dup2(2, 1)  # stdout is for the runner's result
-    os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    threading.Thread(target=end_with_runner, daemon=True).start()
-
-
-def end_with_runner() -> None:
-    """Ask this process to stop when the runner is killed: a run that trains saves itself."""
-    runner = multiprocessing.parent_process()
-    assert runner is not None
-    runner.join()
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def perform_in_worker(run: Run, work: Path, data_root: str | None) -> str | None:
-    """Perform a run in a worker process; return what went wrong, or None."""
-    problem = None
+def perform_in_worker(run: Run, work: Path, data_root: str | None, stop_file: Path | None = None) -> Outcome:
+    """Perform a run in a worker, which may be a thread of it; a stop file that appears is a request to stop."""
     try:
-        perform(run, work, data_root)
+        with claim(work, run.folder), watch(stop_file) as request:
+            perform(run, work, data_root, request)
+        outcome = Outcome("done")
+    except ClaimedError as error:
+        outcome = Outcome("claimed", str(error))
     except Interrupted as stop:
-        problem = str(stop)
+        requeue(stop.number)  # in a job of SLURM this ends the process
+        outcome = Outcome("stopped", str(stop))
     except (ValueError, OSError) as error:
-        problem = str(error)
+        outcome = Outcome("failed", str(error))
     runner = multiprocessing.parent_process()
     if runner is not None and not runner.is_alive():
         os._exit(1)  # no runner is left to read the result or to end this process
-    return problem
+    return outcome
 
 
-def perform(run: Run, work: Path, data_root: str | None) -> None:
-    """Train a run, or resume it, and write its record into its folder."""
+@contextmanager
+def watch(stop_file: Path | None) -> Iterator[StopRequest]:
+    """Make a request to stop, which another thread sets when a file appears."""
+    request, ended = StopRequest(), threading.Event()
+
+    def look() -> None:
+        while stop_file is not None and not ended.wait(LOOK_SECONDS / 4):
+            if stop_file.exists():
+                request.number = signal.SIGTERM
+                return
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        yield request
+    finally:
+        ended.set()
+
+
+ONE_AT_A_TIME = threading.Lock()
+"""a model starts from PyTorch's own generator: threads of one worker train one after the other"""
+
+
+def perform(run: Run, work: Path, data_root: str | None, request: StopRequest | None = None) -> None:
+    """Train a run, or resume it, and write its record into its folder; one that has a record stays as it is."""
     from raytraced.training.evaluation import Diverged
     from raytraced.training.loop import train
 
     folder = RunFolder(work / run.folder)
-    deadline = time.monotonic() + LOCK_SECONDS
-    while folder.writer() is not None and time.monotonic() < deadline:
-        time.sleep(0.1)  # a worker of a killed runner is still saving this run
+    if (folder.path / "record.json").exists():
+        return
     started = (folder.path / "config.yaml").exists()
     config = replace(run.config, runs_dir=str(work), name=run.folder, data_root=data_root)
-    try:
-        if folder.read_summary() is None:
-            train(config, folder if started else None, callbacks=())
-        record = make_record(run, folder)
-        if "accuracy" in record.test:
-            record = replace(record, early_exit=measure_early_exit(run, folder, data_root))
-    except Diverged as error:
-        record = Record(**vars(run), error=str(error).partition(";")[0])
-    write_file(folder.path / "record.json", write_line(record))
+    with ONE_AT_A_TIME:
+        try:
+            if folder.read_summary() is None:
+                train(config, folder if started else None, callbacks=[CodeNote()], request=request)
+            record = make_record(run, folder)
+            if "accuracy" in record.test:
+                record = replace(record, early_exit=measure_early_exit(run, folder, data_root))
+        except Diverged as error:
+            record = Record(**vars(run), error=str(error).partition(";")[0])
+        write_file(folder.path / "record.json", write_line(record))
     for leftover in ("last", "events", "best"):
         shutil.rmtree(folder.path / leftover, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a terminal that closes: finish the step, save, and print how to resume."""
+"""Ctrl-C, SIGTERM, a terminal that closes, a cluster that wants its machine back: finish the step, save, and stop."""
 
 import atexit
 import signal
@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-# Windows has no SIGHUP.
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+# SIGUSR1 and SIGUSR2: SLURM sends one of them before it stops a job. Windows has SIGINT and SIGTERM only.
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
 
 
 class Interrupted(Exception):  # noqa: N818 (not an error)
@@ -23,6 +24,7 @@ class Interrupted(Exception):  # noqa: N818 (not an error)
 
     def __init__(self, number: int, step: int, run: Path) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
+        self.number = number
         self.exit_code = 128 + number
         self.run = run
 
@@ -41,13 +43,16 @@ class StopRequest:
 
 
 @contextmanager
-def listen() -> Iterator[StopRequest]:
-    """Inside this context SIGINT, SIGTERM and SIGHUP are requests.
+def listen(request: StopRequest | None = None) -> Iterator[StopRequest]:
+    """Inside this context signals (SIGINT, SIGTERM, …) are requests.
+
+    Args:
+        request: What notes the signals; another thread may set its number, too. None makes a new one.
 
     Yields:
         The request, whose number is 0 until a signal arrives.
     """
-    request = StopRequest()
+    request = request or StopRequest()
     previous = {number: signal.signal(number, request.receive) for number in SIGNALS if in_main_thread()}
     try:
         yield request

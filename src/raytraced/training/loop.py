@@ -51,6 +51,7 @@ def train(
     reporter: Reporter | None = None,
     callbacks: Sequence[Callback] | None = None,
     changes: dict[str, Any] | None = None,
+    request: StopRequest | None = None,
 ) -> RunFolder:
     """Train a model, or continue a run.
 
@@ -61,6 +62,7 @@ def train(
         callbacks: What else is attached to the loop; None stands for the trackers of the options and the pictures.
         changes: Options that differ from those the run was started with, as {name: {"from": …, "to": …}}; they are
             written down in the run folder.
+        request: Lets another thread stop the run as a signal does: by its number. None listens to signals alone.
 
     Returns:
         The folder of the finished run.
@@ -68,7 +70,7 @@ def train(
     Raises:
         Interrupted: A signal asked to stop; the run is saved and can be continued.
     """
-    with join_world(config.device) as world, listen() as request, ExitStack() as held:
+    with join_world(config.device) as world, listen(request) as request, ExitStack() as held:
         reporter = reporter if reporter is not None and world.leads else Reporter()
         if callbacks is None:
             callbacks = [*make_trackers(config.tracker, reporter), Pictures(reporter)]

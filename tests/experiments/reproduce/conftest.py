@@ -2,6 +2,7 @@
 
 import pytest
 
+import tiny_runs as tiny
 from experiments.reproduce.records import Record
 from raytraced.training.config import TrainConfig
 
@@ -55,3 +56,13 @@ def make_record(data="mnist", label="mre", seed=0, group="main", **figures):
 @pytest.fixture
 def record():
     return make_record
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory):
+    """The folder of two small runs that no one disturbed, and what their runner printed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    process = tiny.start(folder, 2)
+    output, _ = process.communicate(timeout=tiny.SECONDS)
+    assert process.returncode == 0, output
+    return folder, output

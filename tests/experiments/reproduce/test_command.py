@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from experiments.reproduce import run as running
-from experiments.reproduce.command import find_plan, reproduce, train_all
+from experiments.reproduce.command import Place, find_plan, reproduce, train_all
 from experiments.reproduce.plan import FULL, QUICK, Planner, collect_runs, every_run
 from experiments.reproduce.records import Store
 from raytraced.cli.main import run_command
@@ -23,6 +23,7 @@ def main(*words):
         (["--data", "mnits"], "data=mnits: no such data set; did you mean mnist?"),
         (["--quick", "--only", "ship"], "only=ship: quick runs are not worth shipping; leave --quick out"),
         (["--workers", "0"], "workers=0: must be at least 1"),
+        (["--again", "mree"], "again=mree: no such model; did you mean mre?"),
         (["--only", "union", "--data", "digits"], "nothing to run: union has no run on digits"),
     ],
 )
@@ -55,7 +56,7 @@ def test_redrawing_writes_everything_from_records_alone(tmp_path, record):
     for run in collect_runs(["table1"], Planner(QUICK, {}), ("digits",)):
         store.put(record_of(run, record, curve=[0.5] * 9 + [0.9]))
     assert reproduce(quick=True, redraw=True, only="table1,fig6", output=str(tmp_path)) == 0
-    found = {path.name for path in (tmp_path / "quick").rglob("*.*")}
+    found = {path.name for path in (tmp_path / "quick").rglob("[!.]*.*")}
     assert found == {"digits.jsonl", "summary.json", "tables.md", "table.md", "about.json", "report.html", "fig6.png"}
 
 
@@ -91,7 +92,7 @@ def test_a_search_that_diverged_is_a_finding_and_one_that_left_no_record_a_failu
         return {crashed.key: "its process ended with code -9", diverged.key: "not finite"}
 
     monkeypatch.setattr(running, "run_all", run_all)
-    failures = train_all(["fig5"], FULL, ("digits",), tmp_path, None, 1)
+    failures = train_all(["fig5"], FULL, ("digits",), tmp_path, None, Place())
     assert failures == {"search-digits-mre-lr-0.0005-s100": "its process ended with code -9"}
 
 

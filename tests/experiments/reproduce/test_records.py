@@ -29,7 +29,7 @@ def test_records_are_kept_a_file_a_data_set_sorted_by_key_and_replaced_by_name(t
     store = Store(tmp_path / "records")
     for one in (record(seed=1), record(seed=0), record("cifar10"), record(seed=1, accuracy=0.5)):
         store.put(one)
-    assert sorted(path.name for path in (tmp_path / "records").iterdir()) == ["cifar10.jsonl", "mnist.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "records").glob("*.jsonl")) == ["cifar10.jsonl", "mnist.jsonl"]
     found = Store(tmp_path / "records").records
     assert list(found) == ["main-cifar10-mre-s0", "main-mnist-mre-s0", "main-mnist-mre-s1"]
     assert found["main-mnist-mre-s1"].accuracy == 0.5

@@ -2,54 +2,21 @@
 
 import os
 import signal
-import time
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
 
 import tiny_runs as tiny
 from experiments.reproduce import run as running
-from experiments.reproduce.records import Record, Store
+from experiments.reproduce.executors import JobExecutor
+from experiments.reproduce.records import Store, write_line
 from forked import Forked
 from raytraced.training import loop
+from raytraced.training.claims import claim
 from raytraced.training.evaluation import Diverged
 from raytraced.training.run_folder import RunFolder
-
-SECONDS = 300  # for what takes a few: only a hang is longer
-
-
-def start(folder, num_workers):
-    return Forked(tiny.main, folder / "work", folder / "records", num_workers)
-
-
-def wait_for(condition, process):
-    """Wait until a condition holds; the process must not end before."""
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def epochs_done(folder):
-    return [len(RunFolder(folder / "work" / run.folder).read_metrics()) for run in tiny.RUNS]
-
-
-def outcome(folder):
-    """Everything in the records that does not depend on the clock."""
-    store = Store(folder / "records")
-    records = [store.find(run) for run in tiny.RUNS]
-    histories = [{name: one.history[name] for name in one.history if name != "seconds"} for one in records]
-    return [(one.test, one.validation, one.budgets, one.best_epoch) for one in records], histories
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    process = start(folder, 2)
-    output, _ = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, output
-    return folder, output
+from tiny_runs import SECONDS, epochs_done, outcome, start, wait_for
 
 
 def test_every_finished_run_is_reported_with_the_time_left(undisturbed):
@@ -95,7 +62,7 @@ def test_the_record_is_made_of_the_runs_own_summary_alone(undisturbed):
 
 def test_a_second_call_trains_nothing(undisturbed, monkeypatch):
     folder, _ = undisturbed
-    monkeypatch.setattr(running, "start_worker", lambda: pytest.fail("a worker was started"))
+    monkeypatch.setattr(running, "make_executor", lambda *_: pytest.fail("a worker was started"))
     (folder / "records" / "digits.jsonl").unlink()  # comes back from the run folders
     assert running.run_all(tiny.RUNS, folder / "work", folder / "records", 2) == {}
     assert all(Store(folder / "records").find(run) for run in tiny.RUNS)
@@ -146,15 +113,13 @@ def test_a_run_whose_worker_always_dies_is_reported_and_no_other_run_is_lost(tmp
     assert [Store(tmp_path / "records").find(run) is None for run in tiny.RUNS] == [True, False]
 
 
-def test_a_worker_of_a_killed_runner_may_finish_saving_its_run_before_the_run_is_resumed(tmp_path, monkeypatch):
-    """The lock of a run is free when its training begins, though another process held it at first."""
-    run, writers = tiny.RUNS[0], [4321, 4321, None]
-    monkeypatch.setattr(running.RunFolder, "writer", lambda folder: writers.pop(0))
-    monkeypatch.setattr(loop, "train", lambda *_, **__: pytest.fail("trained too early") if writers else None)
-    monkeypatch.setattr(running, "make_record", lambda run, folder: Record(**vars(run), test={}))
-    (tmp_path / run.folder).mkdir()
-    running.perform(run, tmp_path, None)
-    assert writers == []
+def test_a_run_that_another_process_trains_is_left_to_it(tmp_path, monkeypatch):
+    run = tiny.RUNS[0]
+    monkeypatch.setattr(running, "perform", lambda *_: pytest.fail("trained by two"))
+    with claim(tmp_path, run.folder):
+        outcome = running.perform_in_worker(run, tmp_path, None)
+    assert outcome.state == "claimed"
+    assert f"is being trained by process {os.getpid()} on" in outcome.problem
 
 
 def test_a_run_that_diverges_leaves_a_record_that_says_so(tmp_path, monkeypatch):
@@ -169,13 +134,62 @@ def test_a_run_that_diverges_leaves_a_record_that_says_so(tmp_path, monkeypatch)
     assert (record.error, record.setting, record.digest) == ("step 3 (epoch 1): loss nan", 1.0, run.digest)
 
 
-def test_two_runners_do_not_share_a_folder(tmp_path):
-    path = tmp_path / ".runner"
-    with (
-        running.only_runner(path),
-        pytest.raises(ValueError, match=r"another `python -m experiments\.reproduce` trains here"),
-        running.only_runner(path),
-    ):
-        pass
-    with running.only_runner(path):  # free again
-        pass
+def test_two_runners_share_a_folder_and_train_every_run_once(undisturbed, tmp_path):
+    runners = [start(tmp_path, 1) for _ in range(2)]
+    printed = [runner.communicate(timeout=SECONDS)[0] for runner in runners]
+    assert [runner.returncode for runner in runners] == [0, 0], printed
+    assert outcome(tmp_path) == outcome(undisturbed[0])
+    folders = [path for path in (tmp_path / "work").iterdir() if not path.name.startswith(".")]
+    assert sorted(path.name for path in folders) == sorted(
+        run.folder for run in tiny.RUNS
+    )  # no run has a second folder
+
+
+def test_a_run_that_another_runner_gives_up_is_taken_back(tmp_path, monkeypatch, record):
+    """A runner finds a run claimed; when the claim ends without a record, it trains the run itself."""
+    run, asked = tiny.RUNS[0], []
+
+    class Once(JobExecutor):
+        def submit(self, function, *args):
+            asked.append(args[0].key)
+            future = Future()
+            if len(asked) == 1:
+                future.set_result(running.Outcome("claimed", "by another"))
+            else:
+                (tmp_path / "work" / run.folder).mkdir()
+                made = record("digits", run.label, run.seed, config=run.config, family=run.family)
+                (tmp_path / "work" / run.folder / "record.json").write_text(write_line(made))
+                future.set_result(running.Outcome("done"))
+            return future
+
+        def shutdown(self, **_):
+            pass
+
+    monkeypatch.setattr(running, "make_executor", lambda *_: Once())
+    monkeypatch.setattr(running, "LOOK_SECONDS", 0.01)
+    assert running.run_all([run], tmp_path / "work", tmp_path / "records", 1) == {}
+    assert asked == [run.key] * 2
+
+
+def test_two_stores_keep_the_records_of_each_other(tmp_path, record):
+    one, other = Store(tmp_path), Store(tmp_path)
+    one.put(record("digits", "mre", 0))
+    other.put(record("digits", "mre", 1))
+    assert Store(tmp_path).records.keys() == {"main-digits-mre-s0", "main-digits-mre-s1"}
+
+
+def test_again_removes_what_other_code_has_trained_and_nothing_else(tmp_path):
+    stale, fresh, held, unnamed = (
+        replace(tiny.RUNS[0], label=label) for label in ("stale", "fresh", "held", "unnamed")
+    )
+    for run, code in ((stale, "older"), (fresh, running.code_digest()), (held, "older"), (unnamed, "older")):
+        (tmp_path / run.folder).mkdir()
+        (tmp_path / run.folder / "code.txt").write_text(code)
+    with claim(tmp_path, held.folder):
+        running.drop_stale([stale, fresh, held], tmp_path)
+    assert [(tmp_path / run.folder).exists() for run in (stale, fresh, held, unnamed)] == [False, True, True, True]
+
+
+def test_a_run_folder_names_the_code_that_trained_it(undisturbed):
+    for run in tiny.RUNS:
+        assert (undisturbed[0] / "work" / run.folder / "code.txt").read_text() == running.code_digest()
