@@ -150,10 +150,10 @@ class DaskExecutor(JobExecutor):
         return self.executor.submit(function, *args, **kwargs)
 
     def cancel(self) -> None:
-        self.executor.shutdown(wait=False, cancel_futures=True)  # what a worker has begun ends by the stop file
+        self.executor.shutdown(wait=False)  # what a worker has begun ends by the stop file
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self.executor.shutdown(wait=False, cancel_futures=True)
+        self.executor.shutdown(wait=False)
         self.client.close()
 
 
