@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from experiments.reproduce import plan
 from experiments.reproduce.plan import FULL, PARTS, QUICK, TEXT, TEXT_QUICK, Planner, Scale, Selection, collect_runs
-from experiments.reproduce.records import Store, read_searches
+from experiments.reproduce.records import Results, Store, read_searches
 from raytraced.errors import did_you_mean, require
 
 
@@ -95,26 +95,32 @@ def train_all(
     import matplotlib  # noqa: F401 (a missing one is reported before hours of training)
 
     from experiments.reproduce.run import run_all
+    from experiments.reproduce.search import ask_searches, tell_searches
     from raytraced.tasks.registry import find_task
 
     failures: dict[str, str] = {}
     planner = find_plan(scale, folder)
     check_labels(place.again, planner)
+    records = folder / "records"
+
+    def known() -> Results:
+        return Store(records).results(plan.every_run(planner))
+
     while True:
-        runs = collect_runs(parts, planner, selected)
+        asked = ask_searches(planner, parts, selected, known(), folder)
+        runs = collect_runs(parts, asked, selected)
         if not runs:
             raise ValueError(f"nothing to run: {', '.join(parts)} has no run on {', '.join(selected or ())}")
         for name in sorted({run.data for run in runs}):  # cached before training: two workers must not fetch the same
             find_task(name).load(name, data_root)
         executor, workers, again = place
-        failures |= run_all(runs, folder / "runs", folder / "records", workers, data_root, executor, again)
+        failures |= run_all(runs, folder / "runs", records, workers, data_root, executor, again)
+        tell_searches(runs, known(), folder)
         found = find_plan(scale, folder)
         if found == planner:
             # A search's run that diverged is a result, not a failure.
-            known = Store(folder / "records").records
-            return {
-                key: problem for key, problem in failures.items() if key not in known or known[key].group != "search"
-            }
+            made = Store(records).records
+            return {key: problem for key, problem in failures.items() if key not in made or made[key].group != "search"}
         planner = found
 
 

@@ -219,16 +219,24 @@ def read_searches(results: Results, scale: Scale) -> tuple[LearningRates, Grids]
     found: dict[str, dict[str, float]] = {}
     grids: dict[tuple[str, str], tuple[float, ...]] = {}
     for (data, label), accuracies in results.searches().items():
-        rates, best = sorted({*scale.data[data].grid, *accuracies}), choose_rate(accuracies)
-        if len(accuracies) == len(rates) and scale.fixed_lr is None:
-            higher, lower = [lr for lr in LADDER if lr > rates[-1]], [lr for lr in LADDER if lr < rates[0]]
-            rates += higher[:1] if best == rates[-1] else lower[-1:] if best == rates[0] else []
+        rates = rates_to_try(accuracies, {*scale.data[data].grid, *accuracies}, scale.fixed_lr is None)
+        best = choose_rate(accuracies)
         grids[data, label] = tuple(rates)
         if len(accuracies) == len(rates):
             if best is None:
                 raise ValueError(f"{label} on {data}: diverged at every learning rate of the search ({tuple(rates)})")
             found.setdefault(data, {})[label] = best
     return found, grids
+
+
+def rates_to_try(accuracies: Mapping[float, float | None], grid: Iterable[float], extend: bool) -> list[float]:
+    """The learning rates of a search: its grid and, once all are tried and the best is at the edge, one rate beyond."""
+    rates = sorted({*grid})
+    if extend and all(lr in accuracies for lr in rates):
+        best = choose_rate(accuracies)
+        higher, lower = [lr for lr in LADDER if lr > rates[-1]], [lr for lr in LADDER if lr < rates[0]]
+        rates += higher[:1] if best == rates[-1] else lower[-1:] if best == rates[0] else []
+    return rates
 
 
 def choose_rate(accuracies: Mapping[float, float | None]) -> float | None:
