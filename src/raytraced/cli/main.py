@@ -32,6 +32,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("training:train", "train a model; prints its results and the run folder"),
     "resume": Command("training:resume", "continue a run that was stopped, or train a complete one further"),
+    "sweep": Command("sweep:sweep", "search training options with Optuna; prints a table and draws a picture"),
     "evaluate": Command("training:evaluate", "measure a trained model: accuracy or bits, experts, macs"),
     "calibrate": Command("training:calibrate", "find the confidence threshold for early exit"),
     "predict": Command("training:predict", "predict the class of image files"),

@@ -1,0 +1,50 @@
+"""The picture of a sweep: the figure of every trial over the values of each option; needs no torch."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from raytraced.colours import BLUE, GREY, ORANGE
+from raytraced.errors import printable
+from raytraced.training.sweep_file import Range
+
+
+def draw_sweep(rows: Sequence[Mapping[str, Any]], ranges: Sequence[Range], figure: str, path: Path) -> None:
+    """Draw one panel per range, and one with the trials in their order; the best trial is marked.
+
+    Args:
+        rows: What `sweep_rows` returned, the best first.
+        ranges: The ranges of the sweep.
+        figure: Name of the validation figure.
+        path: The PNG file to write.
+    """
+    known = [row for row in rows if row[figure] is not None]
+    settings: dict[Any, Any] = {
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "text.parse_math": False,
+    }
+    with matplotlib.rc_context(settings):
+        picture = Figure(figsize=(3.3 * (1 + len(ranges)), 3.2), layout="constrained")
+        panels = picture.subplots(1, 1 + len(ranges), sharey=True)
+        for axes, name in zip(panels, ["trial", *(one.name for one in ranges)], strict=True):
+            values = [row[name] for row in known]
+            if any(isinstance(value, str | bool) or value is None for value in values):
+                values = [printable(value) for value in values]
+            axes.scatter(
+                values, [row[figure] for row in known], s=18, color=[ORANGE, *[BLUE] * len(known)][: len(known)]
+            )
+            axes.set_title(printable(name), loc="left", fontsize=10)
+            axes.grid(alpha=0.25)
+        for axes, one in zip(panels[1:], ranges, strict=True):
+            if one.log:
+                axes.set_xscale("log")
+        panels[0].set_ylabel(f"validation {figure}")
+        picture.supxlabel(
+            f"orange: the best trial; {len(rows) - len(known)} trials without a figure", fontsize=8, color=GREY
+        )
+        picture.savefig(path, dpi=130)
