@@ -35,6 +35,11 @@ DOORS = {
         "import os; assert os.path.exists('runs/two/trackers.json')"
         for name in ("wandb", "trackio", "mlflow")
     },
+    "sweep": (
+        "import json; from raytraced.cli.main import main; options = {'data': 'digits', 'preset': 'quick'};"
+        "open('mine.yaml', 'w').write(json.dumps({'trials': 2, 'options': options, 'ranges': {'lr': [0.001, 0.01]}}));"
+        "assert main(['sweep', 'mine.yaml']) == 0; open('sweeps/mine/sweep.png').close()"
+    ),
     "dask": "import distributed",
     "ray": "import ray",
     "slurm": "import submitit",
