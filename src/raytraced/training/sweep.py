@@ -247,14 +247,14 @@ def sweep_rows(study: "optuna.Study", sweep: Sweep, figure: str) -> list[dict[st
         figure: Name of the validation figure.
 
     Returns:
-        Rows with the trial's number, the figure (None where there is none), the state, the epochs and the values.
+        Rows with the trial's number, the figure (of a pruned trial that of its last epoch, None where there is none), the state, the epochs and the values.
     """
     sign = -1 if study.direction.name == "MAXIMIZE" else 1
     rows = []
     for one in study.get_trials(deepcopy=False):
         row = {"trial": one.number, figure: one.value, "state": one.state.name.lower()}
         rows.append(row | {"epochs": len(one.intermediate_values), **one.params})
-    return sorted(rows, key=lambda row: (row[figure] is None, sign * (row[figure] or 0.0), row["trial"]))
+    return sorted(rows, key=lambda row: (row["state"] != "complete", sign * (row[figure] or 0.0), row["trial"]))
 
 
 def write_best(study: "optuna.Study", sweep: Sweep, path: Path) -> Mapping[str, Any] | None:

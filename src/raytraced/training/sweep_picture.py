@@ -6,6 +6,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from raytraced.colours import BLUE, GREY, ORANGE
 from raytraced.errors import printable
@@ -31,18 +32,20 @@ def draw_sweep(rows: Sequence[Mapping[str, Any]], ranges: Sequence[Range], figur
     with matplotlib.rc_context(settings):
         picture = Figure(figsize=(3.3 * (1 + len(ranges)), 3.2), layout="constrained")
         panels = picture.subplots(1, 1 + len(ranges), sharey=True)
-        for axes, name in zip(panels, ["trial", *(one.name for one in ranges)], strict=True):
-            values = [row[name] for row in known]
-            if any(isinstance(value, str | bool) or value is None for value in values):
-                values = [printable(value) for value in values]
-            axes.scatter(
-                values, [row[figure] for row in known], s=18, color=[ORANGE, *[BLUE] * len(known)][: len(known)]
-            )
-            axes.set_title(printable(name), loc="left", fontsize=10)
+        figures = [row[figure] for row in known]
+        colours = [ORANGE, *[BLUE] * len(known)][: len(known)]
+        for axes, one in zip(panels, [Range("trial"), *ranges], strict=True):
+            values = [row[one.name] for row in known]
+            if one.choices is not None:
+                axes.set_xticks(range(len(one.choices)), [printable(choice) for choice in one.choices])
+                values = [one.choices.index(value) for value in values]
+            axes.scatter(values, figures, s=18, color=colours)
+            axes.set_title(printable(one.name), loc="left", fontsize=10)
             axes.grid(alpha=0.25)
-        for axes, one in zip(panels[1:], ranges, strict=True):
             if one.log:
                 axes.set_xscale("log")
+                axes.xaxis.set_major_formatter("{x:g}")
+                axes.xaxis.set_minor_formatter(NullFormatter())
         panels[0].set_ylabel(f"validation {figure}")
         picture.supxlabel(
             f"orange: the best trial; {len(rows) - len(known)} trials without a figure", fontsize=8, color=GREY
