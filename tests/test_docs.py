@@ -140,6 +140,8 @@ def things(tmp_path_factory) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(random.integers(0, 256, (8, 8), dtype=np.uint8)).save(path)
     shutil.copy(path, folder / "image.png")
+    (folder / "sweeps/mine").mkdir(parents=True)
+    (folder / "sweeps/mine/best.yaml").write_text("batch_size: 512\n")
     (folder / "own.txt").write_text("a text of one's own, line by line\n" * 400)
     for block in read_blocks((DOCS / "guides/extending.md").read_text(encoding="utf-8")):
         if file := re.match(PLUGIN_FILE, block.text):

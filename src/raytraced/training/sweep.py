@@ -247,7 +247,8 @@ def sweep_rows(study: "optuna.Study", sweep: Sweep, figure: str) -> list[dict[st
         figure: Name of the validation figure.
 
     Returns:
-        Rows with the trial's number, the figure (of a pruned trial that of its last epoch, None where there is none), the state, the epochs and the values.
+        Rows with the trial's number, the figure (of a pruned trial that of its last epoch; None where there is none), the
+        state, the epochs and the values.
     """
     sign = -1 if study.direction.name == "MAXIMIZE" else 1
     rows = []

@@ -188,9 +188,9 @@ def read_range(name: str, value: Any, options: Mapping[str, Any]) -> Range:
         if len(value) < 2 or not all(isinstance(one, SCALARS) or one is None for one in value):
             raise ValueError(f"ranges.{name}={value}: must be at least two numbers or words")
         return Range(name, tuple(value))
-    rule = "give a list of choices, or {from: 1e-4, to: 1e-1, log: true}"
     if not isinstance(value, dict) or not {"from", "to"} <= value.keys():
-        raise ValueError(f"ranges.{name}={value}: is not a range; {rule}")
+        example = "{from: 1e-4, to: 1e-1, log: true}"
+        raise ValueError(f"ranges.{name}={value}: is not a range; give a list of choices, or {example}")
     for key in value:
         if key not in ("from", "to", "log", "step"):
             raise ValueError(
