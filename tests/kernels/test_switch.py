@@ -1,9 +1,12 @@
 """The run-time switch: a context manager or an environment variable forces implementations; without the library all runs."""
 
+import ctypes
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -304,3 +307,31 @@ def test_a_subclass_that_overrides_a_method_never_runs_the_compiled_path(gradien
 def test_a_subclass_that_overrides_nothing_runs_the_compiled_path():
     _, *rest = grid()
     assert kernels.experts.explain(NamedExperts(3, 4, 5), *rest).name == "cpp"
+
+
+class Numbers(ctypes.Structure):
+    """A struct of 24 bytes."""
+
+    _fields_ = [("numbers", ctypes.c_longlong * 3)]
+
+
+def library(size):
+    """A library in which the struct has this size; None: one that is so old that it cannot tell."""
+    return SimpleNamespace() if size is None else SimpleNamespace(raytraced_size_of=Mock(return_value=size))
+
+
+@pytest.mark.parametrize("size", [None, 0, 16])
+def test_a_library_built_from_other_sources_is_not_used(size, monkeypatch):
+    monkeypatch.setattr(cpp_library, "reason", None)
+    monkeypatch.setattr(cpp_library, "cpu", library(size))
+    with pytest.warns(RuntimeWarning, match=r"^the compiled kernels are built from other sources: reinstall"):
+        cpp_library.mirrors(Numbers)
+    assert cpp_library.cpu is None
+    assert cpp_library.why_unfit((torch.ones(2),)) == "the compiled kernels are built from other sources"
+
+
+def test_a_library_with_the_same_structs_is_used(monkeypatch):
+    same = library(24)
+    monkeypatch.setattr(cpp_library, "cpu", same)
+    assert cpp_library.mirrors(Numbers) is Numbers
+    assert cpp_library.cpu is same

@@ -17,6 +17,7 @@ from raytraced.kernels.cpp_library import Int, LibraryCall, Pointer, PointerArra
 _LANES = 8  # cpu/convolution.h: what is kept has room for a multiple of this many samples
 
 
+@library.mirrors
 class ConvolutionArgs(ctypes.Structure):
     """struct ConvolutionArgs of cpu/convolution.h."""
 

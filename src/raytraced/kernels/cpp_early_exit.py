@@ -27,6 +27,7 @@ class EarlyExitResult(NamedTuple):
     num_exits: Tensor  # (B,), how many exits each row took
 
 
+@library.mirrors
 class EarlyExitCall(ctypes.Structure):
     """struct EarlyExitCall of cpu/raytrace.h."""
 

@@ -25,6 +25,7 @@ _LARGE_LAYER_BYTES = 2**20
 _CHUNK, _MOST_CHUNKS = 256, 16
 
 
+@library.mirrors
 class ExpertsArgs(ctypes.Structure):
     """struct ExpertsArgs of cpu/experts.h."""
 

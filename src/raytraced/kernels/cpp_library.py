@@ -40,13 +40,33 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
             return library, None
         except OSError as error:
             reason, remedy = f"cannot be loaded: {error}", "reinstall"
-    if os.environ.get(VARIABLE) != "plain":
-        text = f"the compiled kernels are {reason}: {remedy} to run about 20 times faster; plain PyTorch runs now"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    _warn(reason, remedy)
     return None, reason
 
 
+def _warn(reason: str, remedy: str) -> None:
+    if os.environ.get(VARIABLE) != "plain":
+        text = f"the compiled kernels are {reason}: {remedy} to run about 20 times faster; plain PyTorch runs now"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
 cpu, reason = _load()
+
+
+def mirrors(structure: type[ctypes.Structure]) -> type[ctypes.Structure]:
+    """A class that mirrors a struct of the library. A library in which the struct has another size is not used.
+
+    It was built from other sources, and would read the fields at other places.
+    """
+    global cpu, reason
+    if cpu is not None:
+        size_of = getattr(cpu, "raytraced_size_of", None)
+        if size_of is not None:
+            size_of.argtypes, size_of.restype = (ctypes.c_char_p,), Int
+        if size_of is None or size_of(structure.__name__.encode()) != ctypes.sizeof(structure):
+            cpu, reason = None, "built from other sources"
+            _warn(reason, "reinstall (in a clone: python setup.py build_ext --inplace)")
+    return structure
 
 
 def bind(name: str, *argument_types: Any, result: Any = ctypes.c_int) -> Any:

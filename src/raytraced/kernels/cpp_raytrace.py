@@ -60,6 +60,7 @@ class KernelArgs(NamedTuple):
         return *self.maps, *self.routing.gates(), *weights, *biases
 
 
+@library.mirrors
 class RaytraceArgs(ctypes.Structure):
     """struct RaytraceArgs of cpu/raytrace.h."""
 
@@ -72,6 +73,7 @@ class RaytraceArgs(ctypes.Structure):
     ]
 
 
+@library.mirrors
 class RaytraceCall(ctypes.Structure):
     """struct RaytraceCall of cpu/raytrace.h."""
 

@@ -21,6 +21,7 @@ ESTIMATORS = ("straight-through", "reinmax", "gumbel", "none")  # the numbers of
 _LARGE_BYTES = 2**22  # of a gradient, from which fresh pages cost more than the arithmetic on them
 
 
+@library.mirrors
 class SequenceArgs(ctypes.Structure):
     """struct SequenceArgs of cpu/sequence.h."""
 
