@@ -188,9 +188,15 @@ def run_tests(name: str, piece: int) -> Found:
     """Run a slow test with one seed; it records how much it did."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-m", "slow", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", "-m", "slow", "-p", "no:cacheprovider", "-o", "junit_family=xunit1"]
         began = time.perf_counter()
-        ended = subprocess.run([*command, f"{name}[{piece}]"], cwd=ROOT, capture_output=True, text=True, timeout=1200)
+        ended = subprocess.run(
+            [*command, f"--junitxml={report}", f"{name}[{piece}]"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
         found = (
             [int(one.get("value", 0)) for one in ElementTree.parse(report).iter("property")] if report.exists() else []
         )

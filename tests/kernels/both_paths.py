@@ -142,10 +142,12 @@ def assert_agree(
     with_gradients: tuple[bool, bool, bool] = (True, True, True),
     path: Any = compiled,
     logit_size: float = 1.0,
+    num_terms: int = 1,
 ) -> Tensor:
     """Draws equal but for ties, values and gradients within the stated bounds; returns which samples (B,) met a tie.
 
     A logit of size s is rounded to s times the precision, and so is the logarithm of a rate: `logit_size` widens all bounds.
+    `num_terms` is how many terms as large as the largest gradient may cancel in another one, each with its own rounding.
     """
     routing, entry_BN, _ = case
     B, L, N, dtype = entry_BN.shape[0], routing.num_layers, routing.num_experts, entry_BN.dtype
@@ -170,12 +172,18 @@ def assert_agree(
     assert bool((wide_B | met_B).all())
     # The truth for the gradients is the plain path in double precision, unless a tie sent one of its samples another way.
     truth = run(unroll, wide, [w if w is None else w.double() for w in weights]) if bool(wide_B.all()) else plain
-    assert_close(plain, fused, truth.gradients, same_B, dtype, logit_size)  # type: ignore[arg-type, attr-defined]
+    assert_close(plain, fused, truth.gradients, same_B, dtype, logit_size, num_terms)  # type: ignore[arg-type, attr-defined]
     return met_B
 
 
 def assert_close(
-    plain: Outcome, fused: Outcome, truth: list[Tensor], same_B: Tensor, dtype: torch.dtype, logit_size: float
+    plain: Outcome,
+    fused: Outcome,
+    truth: list[Tensor],
+    same_B: Tensor,
+    dtype: torch.dtype,
+    logit_size: float,
+    num_terms: int,
 ) -> None:
     """Values of two outcomes where the draws are the same, and gradients against the truth."""
     a, b = plain.sequence, fused.sequence
@@ -187,7 +195,7 @@ def assert_close(
     torch.testing.assert_close(b.rates.output[same_B], a.rates.output[same_B], rtol=0, atol=values)
     # Where terms cancel, a gradient keeps the rounding of its terms: that of the largest gradient of all, or what the plain path
     # loses in the same precision.
-    rounding = torch.finfo(dtype).eps * max((float(t.abs().max()) for t in truth if t.numel()), default=0.0)
+    rounding = num_terms * torch.finfo(dtype).eps * max((float(t.abs().max()) for t in truth if t.numel()), default=0.0)
     for expected, got, exact in zip(plain.gradients, fused.gradients, truth, strict=True):
         largest, lost = (float(t.abs().max()) if t.numel() else 0.0 for t in (exact, expected - exact))
         bound = GRADIENTS[dtype] * logit_size * largest + max(lost, rounding)

@@ -25,6 +25,7 @@ from raytraced.layer import (
     shape_route,
     spread_route,
 )
+from raytraced.models.caches import KVCache, TextCaches, multiply_apart
 from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost, num_parameters
 from raytraced.models.paths import Paths, PathTables, choose_rows, describe_paths
 from raytraced.store.experts import StoredExperts
@@ -36,28 +37,6 @@ ROUTING_DIM = 16  # default width of a routing embedding
 BASE = 10_000.0  # of the rotary wavelengths
 
 
-class KVCache:
-    """The keys and values (B, H, S, E) of each block for the tokens so far.
-
-    It has the methods of transformers' caches, any growing one of which can be used in its place.
-    """
-
-    def __init__(self) -> None:
-        self.blocks: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def get_seq_length(self) -> int:
-        """How many tokens it holds."""
-        return self.blocks[0][0].shape[2] if self.blocks else 0
-
-    def update(self, keys: Tensor, values: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of new tokens to a block; returns those of all tokens."""
-        if block in self.blocks:
-            before = self.blocks[block]
-            keys, values = torch.cat((before[0], keys), 2), torch.cat((before[1], values), 2)
-        self.blocks[block] = keys, values
-        return keys, values
-
-
 class Drawn(NamedTuple):
     """A token drawn for each text, how many experts ran for its logits, and, where it is known, its own path."""
 
@@ -66,14 +45,22 @@ class Drawn(NamedTuple):
     paths: Paths | None = None  # (B, …), of the tokens drawn: which experts will run when these are read
 
 
-def rotate(heads_BHTE: Tensor, positions_T: Tensor) -> Tensor:
-    """Rotary positions: rotate each pair of entries by an angle proportional to the position."""
+def rotate(heads_BHTE: Tensor, positions: Tensor) -> Tensor:
+    """Rotary positions, (T,) or (B, T): rotate each pair of entries by an angle proportional to the position."""
     half, dtype = heads_BHTE.shape[-1] // 2, torch.promote_types(heads_BHTE.dtype, torch.float32)
-    waves_E2 = BASE ** -(torch.arange(half, device=positions_T.device, dtype=dtype) / half)
-    angles_TE2 = positions_T[:, None] * waves_E2
-    cos, sin = angles_TE2.cos().to(heads_BHTE.dtype), angles_TE2.sin().to(heads_BHTE.dtype)
+    waves_E2 = BASE ** -(torch.arange(half, device=positions.device, dtype=dtype) / half)
+    angles = positions[..., None, :, None] * waves_E2  # (T, E / 2), or (B, 1, T, E / 2)
+    cos, sin = angles.cos().to(heads_BHTE.dtype), angles.sin().to(heads_BHTE.dtype)
     one, other = heads_BHTE.chunk(2, -1)
     return torch.cat((one * cos - other * sin, one * sin + other * cos), -1)
+
+
+def apply_linear(layer: nn.Linear, x_BTD: Tensor, cache: KVCache | TextCaches | None) -> Tensor:
+    """A linear layer without bias; where texts have caches of their own, each text's vector is a product of its own."""
+    if isinstance(cache, TextCaches):
+        return multiply_apart(x_BTD, layer.weight)
+    out: Tensor = layer(x_BTD)
+    return out
 
 
 class Attention(nn.Module):
@@ -85,19 +72,27 @@ class Attention(nn.Module):
         self.inputs, self.output = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
 
     def forward(
-        self, x_BTD: Tensor, positions_T: Tensor, mask_BTS: Tensor | None, cache: KVCache | None, block: int
+        self,
+        x_BTD: Tensor,
+        positions: Tensor,
+        mask_BTS: Tensor | None,
+        cache: KVCache | TextCaches | None,
+        block: int,
     ) -> Tensor:
         """(B, T, D) -> (B, T, D); the mask says which tokens may be attended to, None: all earlier ones."""
-        queries, keys, values = self.inputs(x_BTD).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        queries, keys = rotate(queries, positions_T), rotate(keys, positions_T)
-        if cache is not None:
-            keys, values = cache.update(keys, values, block)
-        # A single new token may attend to all.
-        is_causal = mask_BTS is None and queries.shape[2] > 1
-        mask = None if mask_BTS is None else mask_BTS[:, None]
-        mixed_BHTE = scaled_dot_product_attention(queries, keys, values, mask, is_causal=is_causal)
-        out: Tensor = self.output(mixed_BHTE.transpose(1, 2).flatten(2))
-        return out
+        inputs = apply_linear(self.inputs, x_BTD, cache)
+        queries, keys, values = inputs.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        queries, keys = rotate(queries, positions), rotate(keys, positions)
+        if isinstance(cache, TextCaches):
+            mixed_BHTE = cache.attend(queries, keys, values, block)
+        else:
+            if cache is not None:
+                keys, values = cache.update(keys, values, block)
+            # A single new token may attend to all.
+            is_causal = mask_BTS is None and queries.shape[2] > 1
+            mask = None if mask_BTS is None else mask_BTS[:, None]
+            mixed_BHTE = scaled_dot_product_attention(queries, keys, values, mask, is_causal=is_causal)
+        return apply_linear(self.output, mixed_BHTE.transpose(1, 2).flatten(2), cache)
 
 
 class Block(nn.Module):
@@ -111,14 +106,14 @@ class Block(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        positions_T: Tensor,
+        positions: Tensor,
         mask_BTS: Tensor | None,
-        cache: KVCache | None,
+        cache: KVCache | TextCaches | None,
         number: int,
         experts: "ExpertPass",
     ) -> Tensor:
         """The residual stream (B, T, D) after the attention and the experts of this block, each added to it."""
-        attended_BTD = self.attention(self.norm_attention(x_BTD), positions_T, mask_BTS, cache, number)
+        attended_BTD = self.attention(self.norm_attention(x_BTD), positions, mask_BTS, cache, number)
         x_BTD = x_BTD + attended_BTD
         return x_BTD + experts.update(number, self.norm_experts(x_BTD))
 
@@ -254,9 +249,12 @@ class GPT(Model):
         call: Call,
         mask: Tensor | None = None,
         sample_loss_fn: SampleLossFn | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | TextCaches | None = None,
     ) -> Output:
         """Tokens (B, T) -> the logits (B, T, V) of the token after each; with a cache they follow the tokens it holds.
+
+        With `TextCaches`, each text has a length of its own, T is 1, and no text has an effect on another where the layer
+        computes rows independently.
 
         In place of tokens their embeddings (B, T, D) may be given. A mask (B, S) covers all tokens, those of the cache first.
         """
@@ -265,11 +263,13 @@ class GPT(Model):
         self.check(encoded, mask, cache)
         start = 0 if cache is None else cache.get_seq_length()
         positions_T = torch.arange(start, start + encoded.shape[1], device=encoded.device)
+        positions = cache.positions(encoded.device) if isinstance(cache, TextCaches) else positions_T
         rows_B = torch.arange(len(encoded), device=encoded.device) if call.rows is None else call.rows
+        rows_B = torch.zeros_like(rows_B) if isinstance(cache, TextCaches) else rows_B  # each draws as if it were alone
         stop = call.stop
         if isinstance(stop, Tensor) and stop.shape == (len(encoded),):  # a number per text holds for all of its tokens
             stop = stop[:, None].expand(encoded.shape[:2])
-        call = call._replace(rows=rows_B[:, None] * self.context + positions_T, stop=stop)
+        call = call._replace(rows=rows_B[:, None] * self.context + positions, stop=stop)
         experts = ExpertPass(self.layer, call, None if mask is None else mask[:, start:])
         mask_BTS = causal_mask(positions_T, start, mask)
         x_BTD = self.embed(encoded) * self.embedding.embedding_dim**0.5
@@ -277,8 +277,10 @@ class GPT(Model):
             experts.plan = self.plan_tokens(experts.flat(encoded), experts.call)
         with self.reading(experts.plan):
             for number, block in enumerate(self.blocks):
-                x_BTD = block(x_BTD, positions_T, mask_BTS, cache, number, experts)
-        logits_BTV = linear(self.norm(x_BTD), self.embedding.weight)
+                x_BTD = block(x_BTD, positions, mask_BTS, cache, number, experts)
+        last_BTD, weight_VD = self.norm(x_BTD), self.embedding.weight
+        multiply = multiply_apart if isinstance(cache, TextCaches) else linear
+        logits_BTV = multiply(last_BTD, weight_VD)
         return gathered(logits_BTV, [experts.output(x_BTD)], sample_loss_fn)
 
     def reading(self, plan: Choice | None) -> AbstractContextManager[None]:
@@ -391,7 +393,7 @@ class GPT(Model):
         """
         return self.plan(torch.arange(self.vocab_size, device=self.embedding.weight.device), max_experts=max_experts)
 
-    def check(self, tokens_BT: Tensor, mask: Tensor | None, cache: KVCache | None) -> None:
+    def check(self, tokens_BT: Tensor, mask: Tensor | None, cache: KVCache | TextCaches | None) -> None:
         """Refuse an input that is not a batch of tokens or of embeddings, or that is too long."""
         if tokens_BT.ndim != 2 + tokens_BT.is_floating_point():
             raise ValueError(
@@ -400,6 +402,11 @@ class GPT(Model):
         length = tokens_BT.shape[1] + (0 if cache is None else cache.get_seq_length())
         require(length <= self.context, "tokens", length, f"must be at most context={self.context}")
         fits = mask is None or mask.shape == (len(tokens_BT), length)
+        if isinstance(cache, TextCaches):
+            fits = mask is None and tokens_BT.shape[:2] == (len(cache.caches), 1)
+            require(
+                fits, "tokens", tuple(tokens_BT.shape), f"must be ({len(cache.caches)}, 1), one per cache, unmasked"
+            )
         require(fits, "mask", getattr(mask, "shape", None), f"must be ({len(tokens_BT)}, {length}), all tokens so far")
 
     def cost(self, inputs: Tensor, out: Output) -> dict[str, Cost]:
@@ -483,9 +490,14 @@ def draw_token(logits_BV: Tensor, temperature: float, top_p: float, generator: t
     """One token per row (B,), from the likeliest tokens whose probabilities sum to top_p; temperature 0: the likeliest."""
     if temperature == 0:
         return logits_BV.argmax(-1)
+    kept_BV, order_BV = kept_probabilities(logits_BV, temperature, top_p)
+    drawn_B1 = torch.multinomial(kept_BV, 1, generator=generator)
+    return order_BV.gather(-1, drawn_B1)[:, 0]
+
+
+def kept_probabilities(logits_BV: Tensor, temperature: float | Tensor, top_p: float | Tensor) -> tuple[Tensor, Tensor]:
+    """The probabilities from which a token is drawn, the likeliest first and 0 beyond top_p (B, V), and whose they are."""
     logits_BV = logits_BV.double() - logits_BV.amax(-1, keepdim=True)  # at most 0: no temperature is too small for that
     probs_BV, order_BV = (logits_BV / temperature).softmax(-1).sort(stable=True, descending=True)
     before_BV = probs_BV.cumsum(-1) - probs_BV
-    kept_BV = probs_BV * (before_BV < top_p)
-    drawn_B1 = torch.multinomial(kept_BV, 1, generator=generator)
-    return order_BV.gather(-1, drawn_B1)[:, 0]
+    return probs_BV * (before_BV < top_p), order_BV

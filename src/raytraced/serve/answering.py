@@ -15,12 +15,11 @@ from raytraced.cost import sample_cost
 from raytraced.early_exit import ExitEvery, ExitPolicy, Walk, confidences
 from raytraced.errors import require
 from raytraced.models.output import Output
-from raytraced.serve.generation import Continuation, Sampling, check_finite
+from raytraced.serve.generation import Sampling, check_finite
 from raytraced.serve.models import Served
 
 AnswerFields = dict[str, Any]
 PATIENCE = 0.1  # seconds after which a query without a deadline is as urgent as one whose deadline is now
-MARGIN = 1.5  # the next step is assumed to take so many times as long as the last
 
 
 @dataclass(eq=False)
@@ -39,7 +38,7 @@ class Query:
     all_exits: bool = False
     """whether the answer at each exit is delivered"""
     sampling: Sampling | None = None
-    """for text to be generated"""
+    """for text to be generated, see text_batch.py"""
     cancelled: bool = False
     """the client has gone"""
     first_answer: float | None = None
@@ -68,7 +67,7 @@ class Query:
     @property
     def num_rows(self) -> int:
         """How many rows one call may take."""
-        return 1 if self.exit_every == "layer" or self.sampling is not None else self.served.num_rows
+        return 1 if self.exit_every == "layer" else self.served.num_rows
 
     @property
     def policy(self) -> ExitPolicy:
@@ -83,10 +82,7 @@ Delivery = tuple[Query, AnswerFields | Exception, bool]
 
 def answer_queries(queries: list[Query]) -> Iterator[list[Delivery]]:
     """Answer queries with a common key; each step gives what is to be delivered."""
-    first = queries[0]
-    if first.sampling is not None:
-        return generate_text(first, first.sampling)
-    return answer_at_exits(queries) if first.exits_early else answer_at_end(queries)
+    return answer_at_exits(queries) if queries[0].exits_early else answer_at_end(queries)
 
 
 def draw_options(queries: list[Query]) -> dict[str, Any]:
@@ -144,25 +140,6 @@ def answer_at_exits(queries: list[Query]) -> Iterator[list[Delivery]]:
         yield delivered
         queries, inputs = [queries[row] for row in stays], inputs[stays]
         walk.leave(leaves_n)
-
-
-def generate_text(query: Query, sampling: Sampling) -> Iterator[list[Delivery]]:
-    """One token per step."""
-    text = Continuation(query.served, query.inputs, sampling, query.seed, query.max_experts)
-    if sampling.score_prompt or sampling.length == 0:
-        prompt = [token.fields() for token in text.score_prompt()] if sampling.score_prompt else []
-        ended = {"text": "", "experts": 0, "stop": "length"} if sampling.length == 0 else {}
-        yield [(query, {"prompt": prompt} | ended, sampling.length == 0)]
-    began = perf_counter()
-    for token in text:
-        now = perf_counter()
-        if not token.stop and query.deadline is not None and now + MARGIN * (now - began) > query.deadline:
-            token = text.finish(token, "deadline")
-        yield [(query, token.fields(), token.stop is not None)]
-        if token.stop or query.cancelled:
-            return
-        began = perf_counter()
-        query.due = began + PATIENCE if query.deadline is None else query.deadline  # behind those that wait
 
 
 def most_experts(out: Output, num_rows: int) -> list[int]:

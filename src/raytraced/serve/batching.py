@@ -19,6 +19,7 @@ import torch
 from raytraced.serve.answering import Delivery, Query, answer_queries
 from raytraced.serve.generation import NotFiniteError
 from raytraced.serve.metrics import Metrics
+from raytraced.serve.text_batch import TextBatch
 
 SENDING = 0.001  # seconds before a deadline at which an answer should leave
 TURN = 0.01  # at most so many seconds of steps, then requests arrive and answers leave
@@ -37,6 +38,10 @@ class Job:
         """When the first of its queries is due."""
         return min(query.due for query in self.queries)
 
+    def step(self) -> list[Delivery] | None:
+        """What the next step gives; None after the last."""
+        return next(self.steps, None)
+
 
 class Worker:
     """Takes queries, computes, and delivers and counts what each step gives.
@@ -49,11 +54,16 @@ class Worker:
         self.metrics = metrics
         self.waiting: dict[tuple[Any, ...], list[tuple[float, int, Query]]] = {}  # by key, the most urgent first
         self.running: list[Job] = []
+        self.texts: dict[str, TextBatch] = {}  # by model
         self.number, self.submitted = itertools.count(), asyncio.Event()
 
     def submit(self, queries: list[Query]) -> None:
         """Queue queries."""
         for query in queries:
+            if query.sampling is not None:
+                name = query.served.name
+                self.texts.setdefault(name, TextBatch(query.served, self.metrics)).add(query)
+                continue
             heapq.heappush(self.waiting.setdefault(query.key, []), (query.due, next(self.number), query))
         self.submitted.set()
 
@@ -71,13 +81,15 @@ class Worker:
             for _ in range(PASSES):  # a step between any two of them would delay each request by all of the steps
                 await asyncio.sleep(0)
 
-    def take(self) -> Job | None:
-        """The most urgent job: a running one, or a new one of waiting queries."""
+    def take(self) -> Job | TextBatch | None:
+        """The most urgent job: a running one, texts in progress, or a new one of waiting queries."""
         while True:
             key = min(self.waiting, key=lambda key: self.waiting[key][0][0], default=None)
-            job = min(self.running, key=lambda job: job.due, default=None)
+            jobs: list[Job | TextBatch] = [*self.running, *(batch for batch in self.texts.values() if batch.texts)]
+            job = min(jobs, key=lambda job: job.due, default=None)
             if job is not None and (key is None or job.due <= self.waiting[key][0][0]):
-                self.running.remove(job)
+                if isinstance(job, Job):
+                    self.running.remove(job)
                 return job
             if key is None:
                 return None
@@ -96,10 +108,14 @@ class Worker:
         return queries
 
     @torch.inference_mode()
-    def step(self, job: Job) -> bool:
+    def step(self, job: Job | TextBatch) -> bool:
         """One step of a job, and whether it gave anything to send; an error ends the job's queries, and no others."""
+        if isinstance(job, TextBatch):  # its errors are answers, too
+            tokens = job.step()
+            self.deliver(tokens)
+            return bool(tokens)
         try:
-            delivered = next(job.steps, None)
+            delivered = job.step()
         except NotFiniteError as error:
             self.deliver([(query, error, True) for query in job.queries])
             return True

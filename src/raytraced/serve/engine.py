@@ -90,7 +90,7 @@ class Engine:
                     self.admission.observe(query.first_answer - arrived, num_others)
                 if "token" in answer and query not in started:
                     started.add(query)
-                    self.traffic.metrics.first_token_seconds.observe(perf_counter() - arrived)
+                    self.traffic.metrics.count_first_token(perf_counter() - arrived)
                 left -= last
                 yield numbers[query], answer
         finally:

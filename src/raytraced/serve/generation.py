@@ -1,17 +1,18 @@
-"""A text that is continued token by token: drawing, log-probabilities, stop strings.
+"""A text that is continued token by token: what is computed next, drawing, log-probabilities, stop strings.
 
-Axes: T tokens, V vocabulary.
+Axes: T tokens, V vocabulary, n texts.
 """
 
 from codecs import getincrementaldecoder
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from raytraced.models.gpt import GPT, KVCache, draw_token
+from raytraced.models.caches import KVCache
+from raytraced.models.gpt import GPT, draw_token, kept_probabilities
 from raytraced.serve.models import Served
 
 
@@ -84,7 +85,7 @@ def overlap(content: bytes, stop: bytes) -> int:
 
 
 class Continuation:
-    """The tokens that follow a prompt; the same as those of `GPT.generate`.
+    """The tokens that follow a prompt; the same as those of `GPT.generate`. What computes them is the caller's.
 
     Args:
         served: The language model.
@@ -102,24 +103,17 @@ class Continuation:
         self.model, self.codec, self.sampling, self.max_experts = served.model, served.codec, sampling, max_experts
         self.name = served.name
         self.generator = torch.Generator().manual_seed(seed)
-        self.text_1T, self.cache, self.start = prompt_1T, KVCache(), 0
+        self.tokens: list[int] = prompt_1T[0].tolist()
+        self.prompt_1T, self.cache, self.start = prompt_1T, KVCache(), 0
+        self.num_drawn = 0
         self.buffer = TextBuffer(sampling.stop)
-
-    def __iter__(self) -> Iterator[GeneratedToken]:
-        for number in range(1, self.sampling.length + 1):
-            token = self.next_token()
-            if token.stop is None and number == self.sampling.length:
-                token = self.finish(token, "length")
-            yield token
-            if token.stop:
-                return
 
     def score_prompt(self) -> list[GeneratedToken]:
         """The prompt's own tokens with their log-probabilities; the first token has none."""
-        out = self.model(self.text_1T, max_experts=self.max_experts)
+        out = self.model(self.prompt_1T, max_experts=self.max_experts)
         check_finite(self.name, out.logits)
         logprobs_TV = out.logits[0].float().log_softmax(-1)
-        tokens, num_experts = self.text_1T[0].tolist(), out.num_experts[0].tolist()
+        tokens, num_experts = self.prompt_1T[0].tolist(), out.num_experts[0].tolist()
         scored = []
         for place, (token, experts) in enumerate(zip(tokens, num_experts, strict=True)):
             text = self.codec.bytes_of[token].decode(errors="replace")
@@ -130,28 +124,52 @@ class Continuation:
             scored.append(GeneratedToken(token, experts, text, None, float(row_V[token]), top_logprobs(row_V, num)))
         return scored
 
-    def next_token(self) -> GeneratedToken:
-        """Compute and draw one token."""
-        model, sampling = self.model, self.sampling
-        if self.text_1T.shape[1] - self.start > model.context:  # continue from the last half, as GPT.generate does
-            self.cache, self.start = KVCache(), self.text_1T.shape[1] - max(1, model.context // 2)
-        new_1T = self.text_1T[:, self.start + self.cache.get_seq_length() :]
-        out = model(new_1T, max_experts=self.max_experts, cache=self.cache)
-        logits_1V = out.logits[:, -1]
-        check_finite(self.name, logits_1V)
-        token_1 = draw_token(logits_1V, sampling.temperature, sampling.top_p, self.generator)
-        self.text_1T = torch.cat((self.text_1T, token_1[:, None]), 1)
-        token = int(token_1)
+    def pending(self) -> list[int]:
+        """The tokens that the model must read before the next one is drawn: one, or all of a new window."""
+        context = self.model.context
+        if len(self.tokens) - self.start > context:  # continue from the last half, as GPT.generate does
+            self.cache, self.start = KVCache(), len(self.tokens) - max(1, context // 2)
+        return self.tokens[self.start + self.cache.get_seq_length() :]
+
+    def add(self, token: int, logits_V: Tensor, experts: int) -> GeneratedToken:
+        """Append a token that was drawn from these logits."""
+        sampling = self.sampling
+        self.tokens.append(token)
+        self.num_drawn += 1
         text, stopped = self.buffer.add(self.codec.bytes_of[token])
         logprob, top = None, None
         if sampling.top_logprobs is not None:
-            logprobs_V = logits_1V[0].float().log_softmax(-1)
+            logprobs_V = logits_V.float().log_softmax(-1)
             logprob, top = float(logprobs_V[token]), top_logprobs(logprobs_V, sampling.top_logprobs)
-        return GeneratedToken(token, int(out.num_experts[0, -1]), text, "stop" if stopped else None, logprob, top)
+        generated = GeneratedToken(token, experts, text, "stop" if stopped else None, logprob, top)
+        return self.finish(generated, "length") if not stopped and self.num_drawn == sampling.length else generated
 
     def finish(self, token: GeneratedToken, reason: str) -> GeneratedToken:
         """The same token as the last one, with all text that was held back."""
         return replace(token, text=token.text + self.buffer.flush(), stop=reason)
+
+
+def draw_tokens(logits_nV: Tensor, texts: Sequence[Continuation]) -> list[int]:
+    """One token per text, drawn as the text's options say; the same as `draw_token` for each of them."""
+    tokens_n = logits_nV.argmax(-1)
+    drawn = [row for row, text in enumerate(texts) if text.sampling.temperature > 0]
+    if len(drawn) == 1:  # as often as not there is one text
+        (row,) = drawn
+        text = texts[row]
+        sampling = text.sampling
+        tokens_n[row] = draw_token(
+            logits_nV[row : row + 1], sampling.temperature, sampling.top_p, text.generator
+        ).squeeze(0)
+    elif drawn:
+        samplings = [texts[row].sampling for row in drawn]
+        temperatures = logits_nV.new_tensor([[one.temperature] for one in samplings], dtype=torch.float64)
+        top_ps = logits_nV.new_tensor([[one.top_p] for one in samplings], dtype=torch.float64)
+        kept_nV, order_nV = kept_probabilities(logits_nV[drawn], temperatures, top_ps)
+        for place, row in enumerate(drawn):
+            chosen = torch.multinomial(kept_nV[place], 1, generator=texts[row].generator)
+            tokens_n[row] = order_nV[place, chosen[0]]
+    tokens: list[int] = tokens_n.tolist()
+    return tokens
 
 
 class NotFiniteError(ArithmeticError):

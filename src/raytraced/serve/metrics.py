@@ -1,9 +1,15 @@
 """What the server counts, for Prometheus."""
 
+from collections import deque
+from collections.abc import Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 
 SECOND_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 LATE_BUCKETS = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0)
+NUM_RECENT = 5_000  # tokens whose percentiles are stated
+QUANTILES = (0.5, 0.99)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -32,6 +38,31 @@ class Metrics:
         self.first_token_seconds = Histogram(
             "raytraced_first_token_seconds", about, buckets=SECOND_BUCKETS, registry=registry
         )
+        about = "from one token of a text to the next"
+        self.next_token_seconds = Histogram(
+            "raytraced_next_token_seconds", about, buckets=SECOND_BUCKETS, registry=registry
+        )
+        self.recent = {"first": deque[float](maxlen=NUM_RECENT), "next": deque[float](maxlen=NUM_RECENT)}
+        registry.register(self)
+
+    def count_first_token(self, seconds: float) -> None:
+        """Count the time to the first token of a text."""
+        self.first_token_seconds.observe(seconds)
+        self.recent["first"].append(seconds)
+
+    def count_token(self, seconds: float) -> None:
+        """Count the time between two tokens of a text."""
+        self.next_token_seconds.observe(seconds)
+        self.recent["next"].append(seconds)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """The percentiles of the last tokens, computed when they are asked for."""
+        about = f"seconds to the first token, and between two tokens, of the last {NUM_RECENT:,} tokens"
+        family = GaugeMetricFamily("raytraced_token_seconds", about, labels=["token", "quantile"])
+        for token, seconds in self.recent.items():
+            for share in QUANTILES if seconds else ():
+                family.add_metric([token, f"{share:g}"], sorted(seconds)[int(share * (len(seconds) - 1))])
+        yield family
 
     def exposition(self) -> bytes:
         """All values in Prometheus' text format."""

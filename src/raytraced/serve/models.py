@@ -3,6 +3,7 @@
 Axes: B batch, K inputs of a linear layer, O its outputs.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,10 @@ from torch.nn import functional as F
 
 from raytraced import kernels
 from raytraced.early_exit import ExitEvery, Exits, MappedExits
+from raytraced.experts import Stream
 from raytraced.io.saving import load
+from raytraced.layer import Call
+from raytraced.models.caches import multiply_apart
 from raytraced.models.classifier import Classifier
 from raytraced.models.gpt import GPT
 from raytraced.models.output import Model, Output, num_parameters
@@ -75,6 +79,11 @@ class Served:
         """How many rows one call may take without an effect on each other's answers."""
         return FEW_ROWS if rows_are_independent(self.model) else 1
 
+    @cached_property
+    def num_texts(self) -> int:
+        """How many texts one call may continue without an effect on each other's bytes."""
+        return FEW_ROWS if isinstance(self.model, GPT) and texts_are_independent(self.model) else 1
+
     def run(self, inputs: Tensor, max_experts: int | None, **draws: Any) -> Output:
         """The answer at the end."""
         out: Output = self.model(inputs, max_experts=max_experts, **draws)
@@ -115,6 +124,38 @@ def rows_are_independent(model: Model) -> bool:
         return True
     pixels = hidden_BD.new_zeros(FEW_ROWS, *block.image_shape)
     return kernels.convolution.explain(pixels, list(block.weights), list(block.biases)).name == "cpp"
+
+
+@torch.no_grad()
+def texts_are_independent(model: GPT) -> bool:
+    """Whether no text has an effect on another in one call.
+
+    That holds where paths are looked up by token, the compiled library runs the experts, and PyTorch's batches of products
+    sum as its products of one row do, which is tried.
+    """
+    if not model.path_follows_token or not model.layer.router.alike(Call("greedy")):
+        return False
+    weight = model.embedding.weight
+    for num in (1, FEW_ROWS):
+        hidden_nD = weight.new_zeros(num, model.layer.dim)
+        active_n1N = weight.new_zeros(num, 1, model.layer.router.num_experts)
+        layer = kernels.unstacked(model.layer.experts, hidden_nD)[0]
+        if kernels.experts.explain(layer, hidden_nD, active_n1N, active_n1N, Stream.LAST).name != "cpp":
+            return False
+    return all(sums_alike(weight) for weight in (weight, *(linear.weight for linear in attention_layers(model))))
+
+
+def attention_layers(model: GPT) -> Iterator[nn.Linear]:
+    """The linear layers of all blocks."""
+    return (part for part in model.blocks.modules() if isinstance(part, nn.Linear))
+
+
+def sums_alike(weight_OK: Tensor) -> bool:
+    """Whether vectors have the same products with a matrix, bit for bit, alone and in batches of several sizes."""
+    generator = torch.Generator().manual_seed(0)
+    x_n1K = torch.randn(FEW_ROWS, 1, weight_OK.shape[1], generator=generator).to(weight_OK)
+    alone_n1O = torch.cat([F.linear(x_11K.clone(), weight_OK) for x_11K in x_n1K.split(1)])
+    return all(torch.equal(multiply_apart(x_n1K[:num], weight_OK), alone_n1O[:num]) for num in (2, 3, 17, FEW_ROWS))
 
 
 def serve_model(source: str, name: str | None = None, memory: str | None = None) -> Served:

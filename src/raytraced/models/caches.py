@@ -1,0 +1,77 @@
+"""Keys and values of texts: of texts of one length together, or of texts that each have a length and a cache of their own.
+
+Axes: B texts, T tokens, S tokens that may be attended to, D width, H heads, E = D / H width of a head.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+SMALL_MATRIX = 400  # entries
+
+
+class KVCache:
+    """The keys and values (B, H, S, E) of each block for the tokens so far.
+
+    It has the methods of transformers' caches, any growing one of which can be used in its place.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def get_seq_length(self) -> int:
+        """How many tokens it holds."""
+        return self.blocks[0][0].shape[2] if self.blocks else 0
+
+    def update(self, keys: Tensor, values: Tensor, block: int) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of new tokens to a block; returns those of all tokens."""
+        if block in self.blocks:
+            before = self.blocks[block]
+            keys, values = torch.cat((before[0], keys), 2), torch.cat((before[1], values), 2)
+        self.blocks[block] = keys, values
+        return keys, values
+
+
+class TextCaches:
+    """The caches of several texts of different lengths, for one new token of each.
+
+    Each text's matrix products and its attention are computed as if the text were alone: the order in which PyTorch sums
+    depends on the number of rows, and a text must not depend on who else is in the batch.
+
+    Args:
+        caches: A cache per text, which holds (1, H, S, E).
+    """
+
+    def __init__(self, caches: Sequence[KVCache]) -> None:
+        self.caches = caches
+
+    def get_seq_length(self) -> int:
+        """How many tokens the longest text has."""
+        return max(cache.get_seq_length() for cache in self.caches)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """The position of the new token of each text (B, 1)."""
+        return torch.tensor([[cache.get_seq_length()] for cache in self.caches], device=device)
+
+    def attend(self, queries_BHTE: Tensor, keys_BHTE: Tensor, values_BHTE: Tensor, block: int) -> Tensor:
+        """Append the new token of each text, and mix the values of the text's tokens (B, H, 1, E)."""
+        mixed = []
+        parts = zip(self.caches, queries_BHTE.split(1), keys_BHTE.split(1), values_BHTE.split(1), strict=True)
+        for cache, queries, new_keys, new_values in parts:
+            keys, values = cache.update(new_keys, new_values, block)
+            mixed.append(scaled_dot_product_attention(queries.clone(), keys, values))
+        return torch.cat(mixed)
+
+
+def multiply_apart(x_B1K: Tensor, weight_OK: Tensor) -> Tensor:
+    """What a linear layer without bias makes of each text's vector by itself (B, 1, O).
+
+    A batch of products sums each row as the product of one row does, a product of several rows in another order. For small
+    matrices PyTorch's batches have a loop of their own.
+    """
+    if weight_OK.numel() < SMALL_MATRIX:
+        return torch.cat([linear(x_11K.clone(), weight_OK) for x_11K in x_B1K.split(1)])
+    weight_KO = weight_OK.t()
+    return torch.bmm(x_B1K, weight_KO.expand(len(x_B1K), *weight_KO.shape))
