@@ -26,6 +26,9 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     max_experts: int | None = None,
+    stop: float | None = None,
+    experts: float | None = None,
+    effort: float | None = None,
     weights: Literal["last", "best"] = "last",
     device: str = "auto",
     memory: str | None = None,
@@ -60,7 +63,8 @@ def generate(
             f"{run}: is {model.name}, which is not a language model; generate needs a model of the family gpt"
         )
     rule = f"only for models that answer along the way, {model.name} does not"
-    require(max_experts is None or model.answers_along_the_way, "max_experts", max_experts, rule)
+    for name, value in (("max_experts", max_experts), ("stop", stop)):
+        require(value is None or model.answers_along_the_way, name, value, rule)
     codec, place = Codec(model), choose_device(device, model)
     tokens = codec.encode_prompt("prompt", os.fsencode(prompt))
     drawn = model.to(place).generate(
@@ -69,6 +73,9 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         max_experts=max_experts,
+        stop=stop,
+        experts=experts,
+        effort=effort,
         generator=torch.Generator(place).manual_seed(seed),
     )
     parts = ((codec.bytes_of[int(one.tokens)], int(one.num_experts)) for one in drawn)

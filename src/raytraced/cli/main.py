@@ -34,7 +34,9 @@ COMMANDS = {
     "resume": Command("training:resume", "continue a run that was stopped, or train a complete one further"),
     "sweep": Command("sweep:sweep", "search training options with Optuna; prints a table and draws a picture"),
     "evaluate": Command("training:evaluate", "measure a trained model: accuracy or bits, experts, macs"),
-    "calibrate": Command("training:calibrate", "find the confidence threshold for early exit"),
+    "calibrate": Command(
+        "training:calibrate", "find the confidence threshold for early exit, and the table of budgets"
+    ),
     "predict": Command("training:predict", "predict the class of image files"),
     "generate": Command("generate:generate", "continue a text with a language model"),
     "serve": Command("serve:serve", "serve models over HTTP, with deadlines, and a web page"),

@@ -113,6 +113,9 @@ def evaluate(
     data_root: str | None = None,
     select: Literal["greedy", "sample"] | None = None,
     max_experts: int | None = None,
+    stop: float | None = None,
+    experts: float | None = None,
+    effort: float | None = None,
     confidence: float | Literal["calibrated"] | None = None,
     exit_every: Literal["layer", "expert"] | None = None,
     seed: int = 0,
@@ -144,8 +147,9 @@ def evaluate(
 
     model, task, dataset = open_model(source, data, data_root, skip_bad, memory)
     options = {"select": select, "max_experts": max_experts, "confidence": confidence, "exit_every": exit_every}
+    options |= {"stop": stop, "experts": experts, "effort": effort}
     asked: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    along = [name for name in ("select", "max_experts") if name in asked]
+    along = [name for name in ("select", "max_experts", "stop") if name in asked]
     if along and not model.answers_along_the_way:
         raise ValueError(f"{', '.join(along)}: only for models that answer along the way, {model.name} does not")
     world = World(0, 1, choose_device(device, model))
@@ -194,7 +198,10 @@ def calibrate(
     runs_dir: str = "runs",
     json: bool = False,
 ) -> None:
-    """Find the confidence threshold for early exit on validation data, and store it in the model's file.
+    """Find the confidence threshold for early exit and the table of budgets on validation data; store both in the model's file.
+
+    A model of images gets a threshold. A raytraced model gets a table of the mean number of experts, the multiply-adds and
+    the loss at several values of --stop, by which the options --experts and --effort of other commands are understood.
 
     Args:
         within: Points of accuracy that may be lost on validation data.
@@ -204,27 +211,34 @@ def calibrate(
     from raytraced.io.finding import find_model_file
     from raytraced.io.saving import save
     from raytraced.tables import make_table, print_table
-    from raytraced.training.calibration import calibration
+    from raytraced.training.calibration import calibration, has_dial, has_exits, measure_dial
 
     place = Path(output) if output else find_model_file(source, runs_dir)
     is_shipped = place.parent == PRETRAINED
     require(not is_shipped, "run", run, "is a shipped model, which is not changed; give a file to write with --output")
     model, task, dataset = open_model(source, data, data_root)
-    found = calibration(model, task, dataset, within, exit_every)
-    model.card = replace(model.card, calibration=found)
+    dial = measure_dial(model, task, dataset) if has_dial(model) else {}
+    found = calibration(model, task, dataset, within, exit_every) if has_exits(model) or not dial else {}
+    model.card = replace(model.card, calibration=found, dial=dial)
     save(model, place)
     if json:
-        print(dumps(found, indent=2))
+        print(dumps(found | {"dial": dial}, indent=2))
         return
     rows = []
-    for split in ("validation", "test"):
+    for split in ("validation", "test") if found else ():
         for name, label in (("stopped", f"stops at {found['confidence']:.4f}"), ("to_the_end", "to the end")):
             one = found[split][name]
             figures = {"accuracy": f"{one['accuracy']:.2%}", "experts": f"{one['experts']:.2f}"}
             lost = "{:+.2f} … {:+.2f}".format(*found["interval"][split]) if name == "stopped" else ""
             figures |= {"macs": f"{one['macs']:,.0f}", "points lost (95 %)": lost}
             rows.append({"data": split, "": label} | figures)
-    print_table(make_table(rows))
+    if rows:
+        print_table(make_table(rows))
+    formats = {"stop": "g", "experts": ".2f", "macs": ",.0f", "loss": ".4f"}
+    if dial:
+        print_table(
+            make_table([{name: f"{row[name]:{form}}" for name, form in formats.items()} for row in dial["rows"]])
+        )
     print(printable(place))
 
 
@@ -233,6 +247,9 @@ def predict(
     files: list[str],
     top: int = 1,
     max_experts: int | None = None,
+    stop: float | None = None,
+    experts: float | None = None,
+    effort: float | None = None,
     confidence: float | Literal["calibrated"] | None = None,
     sequence: str | None = None,
     skip_bad: bool = False,
@@ -262,7 +279,7 @@ def predict(
     if model.card.task is None:
         raise ValueError(f"{source}: its card names no task, so it is unknown how to read files for it")
     picture = None if sequence is None else Path(sequence)
-    asked = {"max_experts": max_experts, "confidence": confidence}
+    asked = {"max_experts": max_experts, "confidence": confidence, "stop": model.resolve_budget(stop, experts, effort)}
     task = named_task(model.card.task, model.card.plugins)
     rows = task.predict(model.to(choose_device(device)), files, top, asked, picture, skip_bad)
     if json:

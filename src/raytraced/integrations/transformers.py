@@ -66,6 +66,7 @@ class RaytracedConfig(PreTrainedConfig):
         data: Name of the data set that the model was trained on.
         training: Options of the training run.
         calibration: Confidence threshold and its figures.
+        dial: The table of budgets.
         use_cache: Whether `generate` keeps keys and values.
         tie_word_embeddings: Must be true.
         bos_token_id: Token that begins a text.
@@ -90,6 +91,7 @@ class RaytracedConfig(PreTrainedConfig):
     data: str | None = None
     training: dict[str, Any] | None = None
     calibration: dict[str, Any] | None = None
+    dial: dict[str, Any] | None = None
     use_cache: bool = True
     tie_word_embeddings: bool = True
     bos_token_id: int | None = None

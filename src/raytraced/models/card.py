@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from raytraced.models.dial import check_dial
+
 
 @dataclass(frozen=True)
 class ModelCard:
@@ -22,6 +24,8 @@ class ModelCard:
             were measured with them; empty for a model that is not calibrated.
         plugins: What the model needs besides raytraced: "package NAME VERSION" or "file NAME" for each. It is a note for
             the reader: nothing is imported because a card names it.
+        dial: The table of budgets: under "rows" the mean number of experts, the multiply-adds and the loss on validation
+            data at several values of `stop`; empty for a model that is not calibrated.
     """
 
     model: str
@@ -32,6 +36,7 @@ class ModelCard:
     training: dict[str, Any] = field(default_factory=dict)
     calibration: dict[str, Any] = field(default_factory=dict)
     plugins: list[str] = field(default_factory=list)
+    dial: dict[str, Any] = field(default_factory=dict)
 
 
 # Options that had other names before version 0.2: cards, runs and records written then are still read.
@@ -53,6 +58,7 @@ _ENTRIES: dict[str, Any] = {
     "training": dict,
     "calibration": dict,
     "plugins": list,
+    "dial": dict,
 }
 
 
@@ -99,7 +105,7 @@ def read_card(values: Any) -> ModelCard:
 
 def check_card(card: ModelCard) -> None:
     """Refuse values that no card may hold, with a ValueError that names the entry, its value and the rule."""
-    for name in ("spec", "options", "training", "calibration"):
+    for name in ("spec", "options", "training", "calibration", "dial"):
         if (number := next(_not_finite(getattr(card, name)), None)) is not None:
             raise ValueError(f"its card's {name} holds {number}; numbers must be finite")
     if card.data is not None and "/" in card.data:
@@ -110,6 +116,8 @@ def check_card(card: ModelCard) -> None:
         raise ValueError("its card's training has data_options of the wrong kind")
     if card.calibration:
         _check_calibration(card.calibration)
+    if card.dial:
+        check_dial(card.dial)
 
 
 def _check_calibration(calibration: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from raytraced.layer import (
 from raytraced.models.caches import KVCache, TextCaches, multiply_apart
 from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost, num_parameters
 from raytraced.models.paths import Paths, PathTables, choose_rows, describe_paths
+from raytraced.sequence import StopPerRow
 from raytraced.store.experts import StoredExperts
 
 RoutingInput = Literal["block", "token", "embedding", "first-block"]
@@ -358,11 +359,21 @@ class GPT(Model):
         return self.embed(tokens_n) * self.embedding.embedding_dim**0.5
 
     @torch.no_grad()
-    def plan(self, tokens: Tensor, *, max_experts: int | None = None) -> Paths:
+    def plan(
+        self,
+        tokens: Tensor,
+        *,
+        stop: StopPerRow | None = None,
+        max_experts: int | None = None,
+        experts: float | None = None,
+        effort: float | None = None,
+    ) -> Paths:
         """Find the paths of tokens through all blocks; nothing runs.
 
         Args:
             tokens: Tokens of any shape (...).
+            stop: As for `forward`: a number, or a tensor like the tokens (...).
+            experts, effort: As for `forward`.
             max_experts: At most this many experts per token, all blocks together. Default: no limit.
 
         Returns:
@@ -375,23 +386,33 @@ class GPT(Model):
         require(not tokens.is_floating_point(), "tokens", tokens.dtype, "must be whole numbers")
         inside = not tokens.numel() or (int(tokens.min()) >= 0 and int(tokens.max()) < self.vocab_size)
         require(inside, "tokens", "[…]", f"some are not in 0 … {self.vocab_size - 1}, the vocabulary")
-        return self.describe(tokens, Call("greedy", max_experts))
+        stop = flat_stop(self.resolve_budget(stop, experts, effort), tokens.shape)
+        return self.describe(tokens, Call("greedy", max_experts, stop=stop))
 
     def describe(self, tokens: Tensor, call: Call) -> Paths:
         """The paths of tokens (...) that are known to be words of the vocabulary."""
         choice = self.plan_tokens(tokens.flatten(), call)
         return describe_paths(choice, kernels.expert_macs(self.layer.experts, self.layer.dim), tokens.shape)
 
-    def paths(self, *, max_experts: int | None = None) -> Paths:
+    def paths(
+        self,
+        *,
+        stop: StopPerRow | None = None,
+        max_experts: int | None = None,
+        experts: float | None = None,
+        effort: float | None = None,
+    ) -> Paths:
         """The table of all paths: one row for every word of the vocabulary.
 
         Args:
+            stop, experts, effort: As for `forward`.
             max_experts: At most this many experts per token, all blocks together. Default: no limit.
 
         Returns:
             Paths with the leading shape (V,), as from `plan`.
         """
-        return self.plan(torch.arange(self.vocab_size, device=self.embedding.weight.device), max_experts=max_experts)
+        words_V = torch.arange(self.vocab_size, device=self.embedding.weight.device)
+        return self.plan(words_V, stop=stop, max_experts=max_experts, experts=experts, effort=effort)
 
     def check(self, tokens_BT: Tensor, mask: Tensor | None, cache: KVCache | TextCaches | None) -> None:
         """Refuse an input that is not a batch of tokens or of embeddings, or that is too long."""
@@ -433,6 +454,9 @@ class GPT(Model):
         temperature: float = 1.0,
         top_p: float = 1.0,
         max_experts: int | None = None,
+        stop: StopPerRow | None = None,
+        experts: float | None = None,
+        effort: float | None = None,
         generator: torch.Generator | None = None,
         cached: bool = True,
     ) -> Iterator[Drawn]:
@@ -446,6 +470,9 @@ class GPT(Model):
             temperature: Divides the logits; 0 takes the likeliest token.
             top_p: Draw from the likeliest tokens whose probabilities sum to this.
             max_experts: At most this many experts per token, all blocks together. Default: no limit.
+            stop: How much the output node's rate counts: a number, or one per text (B,); smaller values run more experts.
+                Default: the model's own.
+            experts, effort: As for `forward`.
             generator: Source of random numbers. Default: PyTorch's global generator.
             cached: Whether to keep keys and values; False computes every window from the start, with the same result.
 
@@ -455,18 +482,22 @@ class GPT(Model):
         require(temperature >= 0, "temperature", temperature, "must not be negative")
         require(0 < top_p <= 1, "top_p", top_p, "must lie in 0 … 1 (0 excluded)")
         require(prompt.shape[-1] >= 1, "prompt", "''", "must have at least one token")
+        stop = self.resolve_budget(stop, experts, effort)
+        call = Call("greedy", max_experts, stop=flat_stop(stop, prompt.shape[:1]))
         text_BT, cache, start = prompt, KVCache(), 0
         self.check(prompt, None, None)
         for _ in range(num_tokens):
             if text_BT.shape[1] - start > self.context:
                 cache, start = KVCache(), text_BT.shape[1] - max(1, self.context // 2)
             if cached:
-                out = self(text_BT[:, start + cache.get_seq_length() :], max_experts=max_experts, cache=cache)
+                out = self(
+                    text_BT[:, start + cache.get_seq_length() :], max_experts=max_experts, stop=stop, cache=cache
+                )
             else:
-                out = self(text_BT[:, start:], max_experts=max_experts)
+                out = self(text_BT[:, start:], max_experts=max_experts, stop=stop)
             token_B = draw_token(out.logits[:, -1], temperature, top_p, generator)
             text_BT = torch.cat((text_BT, token_B[:, None]), 1)
-            paths = self.describe(token_B, Call("greedy", max_experts)) if self.path_follows_token else None
+            paths = self.describe(token_B, call) if self.path_follows_token else None
             yield Drawn(token_B, out.num_experts[:, -1], paths)
 
 

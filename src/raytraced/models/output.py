@@ -16,6 +16,7 @@ from raytraced.early_exit import BudgetExits, Confidence, ExitEvery, ExitPolicy,
 from raytraced.errors import require
 from raytraced.layer import Call, Cost, LayerOutput, RoutedLayer, flat, flat_mask, flat_stop
 from raytraced.models.card import ModelCard
+from raytraced.models.dial import find_stop
 from raytraced.rng import RandomSource, ReplayedGenerator, check_generator
 from raytraced.sequence import Route, Select, StopPerRow
 from raytraced.store.experts import StoredExperts
@@ -71,6 +72,8 @@ class Model(nn.Module):
         max_ms: float | None = None,
         exit_every: ExitEvery | None = None,
         stop: StopPerRow | None = None,
+        experts: float | None = None,
+        effort: float | None = None,
         **own: Any,
     ) -> Output:
         """Answer a batch of inputs.
@@ -91,11 +94,15 @@ class Model(nn.Module):
             exit_every: Where the exits are: after every "layer" (default) or after every "expert".
             stop: How much the output node's rate counts in all raytraced layers, in place of their own `stop`: a number, or a
                 tensor (B,), in a language model also (B, T), with one per sample or token. Smaller values run more experts.
+            experts: In place of `stop`: the mean number of experts per sample or token that a calibrated model runs; turned
+                into a `stop` by the table in its card.
+            effort: In place of `stop`: a share of a calibrated model's full cost, up to 1.
             **own: Further arguments of the model's own `answer`.
 
         Returns:
             Output with `logits` (B, Y) or (B, T, Y) and `routes`.
         """
+        stop = self.resolve_budget(stop, experts, effort)
         call = Call(select, max_experts, generator, rows, exits, stop)
         if confidence is not None or max_ms is not None:
             for name, value in (("budgets", budgets), ("sample_loss_fn", sample_loss_fn)):
@@ -113,6 +120,14 @@ class Model(nn.Module):
         answer = self.answer(encoded, call._replace(generator=replayed), mask, sample_loss_fn, **own)
         early = (Call(select, budget, replayed.restart(), rows, stop=stop) for budget in budgets)
         return answer._replace(answers=tuple(self.answer(encoded, each, mask) for each in early))
+
+    def resolve_budget(self, stop: StopPerRow | None, experts: float | None, effort: float | None) -> StopPerRow | None:
+        """The `stop` of a call: as given, or from the table in the card where `experts` or `effort` is given."""
+        if experts is None and effort is None:
+            return stop
+        option, value = ("experts", experts) if experts is not None else ("effort", effort)
+        require(stop is None, option, value, "give either stop or a budget, not both")
+        return find_stop(self.name, self.card.dial, experts, effort)
 
     def encode(self, inputs: Tensor) -> Tensor:
         """The part of the computation that all answers to an input share: hidden vectors, or the inputs themselves."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from raytraced.layer import Choice, map_route
-from raytraced.sequence import Route
 
 MOST_TABLES = 8  # one per budget and stop; a caller that asks for another one each time must not fill the memory
 
@@ -31,7 +30,8 @@ class Paths(NamedTuple):
 
     def experts_by_block(self) -> list[Tensor]:
         """The experts to fetch: for each block, in order, the numbers of those that some token runs."""
-        used_LN = self.active.flatten(0, -3).amax(0) if self.active.numel() else self.active.new_zeros(0, 0)
+        L, N = self.active.shape[-2:]
+        used_LN = self.active.reshape(-1, L, N).ne(0).any(0)
         return [used_N.nonzero()[:, 0] for used_N in used_LN]
 
 
@@ -77,10 +77,10 @@ def without_padding(choice: Choice) -> Choice:
 
 def describe_paths(choice: Choice, macs_per_expert: int, shape: torch.Size) -> Paths:
     """A router's choice for tokens, with their leading shape."""
-    route: Route | None = choice.route
-    num_active = choice.active.detach().sum((-1, -2)).long()
-    nodes = None if route is None or route.nodes is None else route.nodes.unflatten(0, shape)
-    active, weights, num_active = (
-        field.detach().unflatten(0, shape) for field in (choice.active, choice.weights, num_active)
-    )
-    return Paths(active, weights, nodes, num_active, num_active * macs_per_expert)
+
+    def shaped(field: Tensor) -> Tensor:
+        return field.detach().reshape((*shape, *field.shape[1:]))
+
+    route, num_active = choice.route, shaped(choice.active.sum((-1, -2)).long())
+    nodes = None if route is None or route.nodes is None else shaped(route.nodes)
+    return Paths(shaped(choice.active), shaped(choice.weights), nodes, num_active, num_active * macs_per_expert)

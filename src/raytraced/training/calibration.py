@@ -1,9 +1,9 @@
-"""Calibration of early exit: the confidence threshold at which a model may stop, found on validation data.
+"""Calibration on validation data: the confidence threshold at which a model may stop, and the table of budgets.
 
 Axes: n samples, S exits (after no layer, after the first, …).
 """
 
-from math import ceil, sqrt
+from math import ceil, isfinite, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +14,14 @@ from raytraced.data.sources import say
 from raytraced.early_exit import ExitEvery, ExitPolicy, answers
 from raytraced.errors import require
 from raytraced.models.output import Model, Output
+from raytraced.routers.raytraced import RaytracedExperts
 from raytraced.tasks.task import Batch, Data, Task
+from raytraced.training.evaluation import note
 
 # From 0.2 to almost 1, in steps that halve the distance to 1 every three.
 CANDIDATES = [1 - 0.8 * 2 ** (-step / 3) for step in range(45)]
+# Values of `stop` at which a model is measured, from few experts to many.
+STOPS = tuple(16 * 2.0**-step for step in range(14))
 QUANTILE = 1.96  # of the normal distribution: intervals hold 95 %
 COLUMNS = ("accuracy", "experts", "macs")
 
@@ -183,3 +187,60 @@ def calibration(model: Model, task: Task, data: Data, within: float, exit_every:
         promise = f"none of them may be lost, which promises {most:.1f} points (95 %)"
         say(f"within={within:g}: needs at least {needed:,} validation {task.sample_name}, there are {num:,}; {promise}")
     return found
+
+
+def has_exits(model: Model) -> bool:
+    """Whether a model has answers on the way at which it can stop."""
+    return type(model).exits_of is not Model.exits_of
+
+
+def has_dial(model: Model) -> bool:
+    """Whether `stop` changes how many experts a model runs."""
+    layers = model.routed_layers()
+    return bool(layers) and all(isinstance(layer, RaytracedExperts) for layer in layers)
+
+
+@torch.no_grad()
+def measure_dial(
+    model: Model, task: Task, data: Data, split: str = "validation", batch_size: int = 256
+) -> dict[str, Any]:
+    """Measure a raytraced model at several values of `stop`, from few experts to many.
+
+    Args:
+        model: The model.
+        task: Its task.
+        data: The data set.
+        split: "train", "validation" or "test".
+        batch_size: Samples at a time; changes memory and speed only.
+
+    Returns:
+        What a card keeps: "split", and "rows" with `stop`, and the means of `experts`, `macs` and `loss` per target, in the
+        order of the number of experts. A value of `stop` that runs no more experts than the one before it is left out.
+    """
+    rows: list[dict[str, float]] = []
+    model.eval()
+    most = sum(layer.experts.num_layers * layer.experts.num_experts for layer in model.routed_layers())
+    for stop in STOPS:
+        row = {"stop": stop} | _measure_stop(model, task, data, split, batch_size, stop)
+        if rows and row["experts"] < rows[-1]["experts"] * (1 + 1e-3):
+            rows.pop()  # the larger value of two that run as many is of no use
+        rows.append(row)
+        if row["experts"] > 0.9 * most:
+            break
+    return {"split": split, "rows": rows}
+
+
+def _measure_stop(model: Model, task: Task, data: Data, split: str, batch_size: int, stop: float) -> dict[str, float]:
+    """The means of experts, macs and loss over the targets of a split."""
+    device = next(model.parameters()).device
+    loader = task.loader(data, split, batch_size, {}, shuffle=False, rank=0, world_size=1, device=device)
+    sums = dict.fromkeys(("experts", "macs_total", "loss", "targets"), 0.0)
+    for batch in loader.epoch(0):
+        out = model(batch.inputs, rows=batch.rows, mask=batch.mask, stop=stop)
+        noted = note(task, batch, out, sample_cost(model, batch.inputs, out, batch.mask))
+        for name in sums:
+            sums[name] += float(noted[name].sum())
+    if not isfinite(sums["loss"]):
+        raise ValueError(f"{model.name}: its answers are not finite: the weights diverged, or are damaged")
+    names = {"experts": "experts", "macs": "macs_total", "loss": "loss"}
+    return {name: sums[column] / sums["targets"] for name, column in names.items()}

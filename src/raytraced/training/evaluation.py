@@ -16,6 +16,8 @@ from raytraced.training.world import World
 
 MACS = ("total", "input", "routing", "experts", "head")
 
+SINGLE = {"max_experts", "confidence", "stop", "experts", "effort"}
+"""options that ask for one answer"""
 Answers = list[tuple[Output, SampleCost | None]]
 """outputs for a batch with their costs or None: one, or those with at most 0, 1, … experts"""
 
@@ -38,14 +40,14 @@ def predict_batch(model: Model, batch: Batch, seed: int, full: bool = False, **o
         seed: Of the draws of ``select="sample"``.
         full: Add the cost of each answer; without a budget or a threshold among the options, and where the model answers
             along the way, give the answers with 0, 1, … experts.
-        options: Options of the model: select, max_experts, confidence, exit_every.
+        options: Options of the model: select, max_experts, confidence, exit_every, stop, experts, effort.
 
     Returns:
         The model's outputs, the last one unrestricted, each with its cost or None.
     """
     inputs = batch.inputs
     options |= {"generator": seeded(seed, inputs), "rows": batch.rows, "mask": batch.mask}
-    if full and model.answers_along_the_way and not {"max_experts", "confidence"} & set(options):
+    if full and model.answers_along_the_way and not SINGLE & set(options):
         answers = list(model.prefixes(inputs, **options))
     else:
         answers = [model(inputs, **options)]
