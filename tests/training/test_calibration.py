@@ -95,6 +95,7 @@ def test_the_command_keeps_it_in_the_file_and_others_use_it(raytraced, tmp_path)
     file = tmp_path / "mine.safetensors"
     printed = raytraced("calibrate", "mre-digits", "--within", "0.5", "--output", str(file), "--json")
     found = json.loads(printed.out)
+    assert rt.load(file).card.dial == found.pop("dial")
     assert rt.load(file).card.calibration == found
     assert found["validation"]["stopped"]["macs"] < found["validation"]["to_the_end"]["macs"]
     lost = found["validation"]["to_the_end"]["accuracy"] - found["validation"]["stopped"]["accuracy"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from raytraced.errors import require
 
-COLUMNS = ("stop", "experts", "macs", "loss")
+DIAL_COLUMNS = ("stop", "experts", "macs", "loss")
 
 
 def find_stop(name: str, dial: dict[str, Any], experts: float | None, effort: float | None) -> float:
@@ -50,13 +50,13 @@ def find_stop(name: str, dial: dict[str, Any], experts: float | None, effort: fl
 def check_dial(dial: dict[str, Any]) -> None:
     """Refuse a table of budgets that is none: rows of positive, finite numbers whose experts increase."""
     rows = dial.get("rows")
-    fits = isinstance(rows, list) and all(isinstance(row, dict) and set(COLUMNS) <= set(row) for row in rows)
-    numbers = [row[column] for row in rows or () for column in COLUMNS] if fits else []
+    fits = isinstance(rows, list) and all(isinstance(row, dict) and set(DIAL_COLUMNS) <= set(row) for row in rows)
+    numbers = [row[column] for row in rows or () for column in DIAL_COLUMNS] if fits else []
     fits = fits and all(isinstance(one, int | float) and not isinstance(one, bool) for one in numbers)
     fits = fits and all(row["stop"] > 0 and row["macs"] > 0 for row in rows or ())
     fits = fits and all(
         one["experts"] < after["experts"] for one, after in zip(rows or (), (rows or ())[1:], strict=False)
     )
     if not fits:
-        rule = f"must have rows of {', '.join(COLUMNS)} in the order of the number of experts"
+        rule = f"must have rows of {', '.join(DIAL_COLUMNS)} in the order of the number of experts"
         raise ValueError(f"its card's dial is {dial!r:.60}; {rule}")
