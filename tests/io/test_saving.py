@@ -305,7 +305,7 @@ def test_shipped_cards_have_the_names_of_today():
     for file in saving.PRETRAINED.glob("*.safetensors"):
         _, text = saving.read_tensors(file, saving.MODEL_FORMAT, "card")
         assert json.loads(text) == translate_old_names(json.loads(text))
-        assert json.loads(text) | {"plugins": []} == asdict(raytraced.load(file).card)
+        assert json.loads(text) | {"plugins": [], "dial": {}} == asdict(raytraced.load(file).card)
 
 
 def save_seeded(*paths):
@@ -398,7 +398,7 @@ def test_card_is_plain_json(saved):
     length = int.from_bytes(header[:8], "little")
     card = json.loads(json.loads(header[8 : 8 + length])["__metadata__"]["card"])
     assert card["spec"]["class_names"] == ["a", "b", "c"]
-    assert card | {"plugins": []} == asdict(raytraced.load(saved[0]).card)
+    assert card | {"plugins": [], "dial": {}} == asdict(raytraced.load(saved[0]).card)
 
 
 def test_a_file_that_ends_inside_its_header_is_called_cut(tmp_path):
