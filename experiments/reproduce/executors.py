@@ -85,7 +85,7 @@ class LocalExecutor(JobExecutor):
     def __init__(self, num_workers: int) -> None:
         # A thread per worker, each with a pool of one process: a process that dies breaks its own pool, and no other.
         self.threads = ThreadPoolExecutor(num_workers)
-        self.own = threading.local()
+        self.own, self.pools = threading.local(), list[ProcessPoolExecutor]()
         self.others = multiprocessing.active_children()
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -94,6 +94,7 @@ class LocalExecutor(JobExecutor):
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if getattr(self.own, "pool", None) is None:
             self.own.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), prepare_worker)
+            self.pools.append(self.own.pool)
         try:
             return self.own.pool.submit(function, *args, **kwargs).result()
         except BrokenExecutor:
@@ -110,6 +111,8 @@ class LocalExecutor(JobExecutor):
         """End the workers."""
         self.cancel()
         self.threads.shutdown(wait=wait)
+        for pool in self.pools:  # a worker that ignores signals ends when it has nothing to do
+            pool.shutdown(wait=wait, cancel_futures=True)
 
 
 def prepare_worker() -> None:

@@ -13,7 +13,8 @@ from raytraced.errors import printable
 
 # Packages that the extras of this package install.
 EXTRAS = (
-    "matplotlib", "tensorboard", "wandb", "trackio", "mlflow", "optuna", "scikit-learn", "tokenizers", "fastapi", "pydantic",
+    "matplotlib", "tensorboard", "wandb", "trackio", "mlflow", "optuna", "distributed", "ray", "submitit",
+    "scikit-learn", "tokenizers", "fastapi", "pydantic",
     "prometheus_client", "python-multipart", "starlette", "uvicorn", "triton", "huggingface_hub",
     "transformers", "accelerate", "onnx", "onnx-ir", "onnxscript", "onnxruntime",
 )  # fmt: skip

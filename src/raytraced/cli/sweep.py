@@ -9,13 +9,13 @@ from raytraced.errors import printable, require
 
 
 def sweep(
-    file: str, output: str | None = None, trials: int | None = None, quiet: bool = False, json: bool = False
+    ranges: str, output: str | None = None, trials: int | None = None, quiet: bool = False, json: bool = False
 ) -> int:
     """Search training options: train trials with values from ranges, print a table, and draw a picture.
 
     Args:
-        file: YAML file with the ranges: see docs/guides/sweep.md.
-        output: Folder of the sweep (default: sweeps/ and the name of the file).
+        ranges: YAML file with the options to search: see docs/guides/sweep.md.
+        output: Folder to write the sweep into (default: sweeps/ and the name of the file).
         trials: Number of trials, including those already done (default: as the file says).
         quiet: Print the table only.
     """
@@ -25,10 +25,10 @@ def sweep(
 
     if find_spec("optuna") is None:
         raise ValueError("sweep: the package optuna is not installed; install it with pip install 'raytraced[sweep]'")
-    plan = read_sweep(Path(file))
+    plan = read_sweep(Path(ranges))
     require(trials is None or trials >= 1, "trials", trials, "must be at least 1")
     plan = plan if trials is None else replace(plan, trials=trials)
-    folder = Path(output) if output else Path("sweeps") / Path(file).stem
+    folder = Path(output) if output else Path("sweeps") / Path(ranges).stem
     from raytraced.models.registry import find_model
     from raytraced.tasks.registry import find_task
     from raytraced.training.callbacks import PlainLines, Reporter
