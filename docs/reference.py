@@ -85,6 +85,7 @@ PAGES = {
             "files:DamagedFileError",
             "io.hub:save_pretrained,from_pretrained,push_to_hub",
             "io.export:export",
+            "io.routes:save_routes,load_routes,SavedRoutes",
         ),
     ),
     "store": Page(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from raytraced import kernels
 from raytraced.errors import require, require_one_of
 from raytraced.experts import Experts, Stream, StreamName, make_grid, run_stream
+from raytraced.replay import check_followed, flat_route, keep_route_rows
 from raytraced.rng import RandomSource, check_generator, new_seed, uniform
 from raytraced.routing import Rates
 from raytraced.sequence import Route, Select, StopPerRow, check_stop
@@ -65,6 +66,7 @@ class Call(NamedTuple):
     rows: Tensor | None = None  # (B,), the row numbers that draws depend on; None: 0 … B − 1
     exits: bool = False
     stop: StopPerRow | None = None  # in place of the layer's own rule; a tensor (B,) has a number per row
+    route: Route | None = None  # a recorded route to follow, in place of a choice
 
     @property
     def is_default(self) -> bool:
@@ -75,7 +77,8 @@ class Call(NamedTuple):
         """The call for some of its rows."""
         rows_B = None if self.rows is None else self.rows[rows]
         stop = self.stop[rows] if isinstance(self.stop, Tensor) else self.stop
-        return self._replace(rows=rows_B, stop=stop)
+        route = None if self.route is None else keep_route_rows(self.route, rows)
+        return self._replace(rows=rows_B, stop=stop, route=route)
 
 
 class Draws:
@@ -85,6 +88,11 @@ class Draws:
         self.generator = call.generator
         self.rows_B = torch.arange(like_BD.shape[0], device=like_BD.device) if call.rows is None else call.rows
         self.seed: Tensor | None = None
+        self.route = call.route
+
+    def recall(self, step: int, chosen_BN: Tensor) -> Tensor:
+        """What a router chose for a step (B, N), booleans; where a recorded route is followed, what it chose then."""
+        return chosen_BN if self.route is None else self.route.active[:, step] != 0
 
     def uniform(self, step: int) -> Tensor:
         """One number for each row (B,): a pure function of the seed, the row and the step."""
@@ -95,6 +103,7 @@ class Draws:
     def keep(self, rows: Tensor | slice) -> None:
         """Go on with some of the rows."""
         self.rows_B = self.rows_B[rows]
+        self.route = None if self.route is None else keep_route_rows(self.route, rows)
 
 
 class Fusable:
@@ -245,6 +254,7 @@ class RoutedLayer(nn.Module):
         mask: Tensor | None = None,
         exits: bool = False,
         stop: StopPerRow | None = None,
+        route: Route | None = None,
     ) -> LayerOutput:
         """Choose experts for every vector and run them.
 
@@ -260,11 +270,18 @@ class RoutedLayer(nn.Module):
             exits: Whether to return the vectors before the first step and after each step too.
             stop: How much the output node's rate counts when raytraced layers choose the next node: a number, or a tensor
                 (...) with a number per vector; smaller values run more experts. Default: the layer's own `stop`.
+            route: A route that the layer returned for as many vectors: its experts run again, in place of a choice. Firing
+                rates and weights are those of the present gates under this set, and so are their gradients.
 
         Returns:
             LayerOutput with `hidden` (..., D), `update` (..., D), `route` and, if asked for, `exits` (S + 1, ..., D).
         """
         call = Call(select, max_experts, generator, rows, exits, stop)
+        if route is not None:
+            for name, value in (("select", select), ("max_experts", max_experts), ("stop", stop)):
+                require(value is None, name, value, "must be left out with route, which says what runs")
+            steps, num = self.router.num_steps, self.router.num_experts
+            call = call._replace(route=flat_route(route, hidden.shape[:-1], steps, num))
         if hidden.ndim == 2 and mask is None:  # Hot path at batch size 1: no reshaping.
             self.check(hidden)
             check_generator(generator)
@@ -305,6 +322,7 @@ class RoutedLayer(nn.Module):
         """Rows (B, D) through the grid: all steps at once where the router plans ahead, else step by step."""
         plan = self.router.plan(hidden_BD, call)
         if plan is not None:
+            check_followed(call.route, plan.active, type(self.router).__name__)
             answer = kernels.experts(self.experts, hidden_BD, plan.active, plan.weights, self.stream, call.exits)
             return make_layer_output(answer, call, plan.route or unordered_route(plan.active), plan.loss)
         steps = GridSteps(self, hidden_BD, call)
@@ -383,9 +401,12 @@ class GridSteps:
 
     def result(self) -> tuple[Route, Tensor | None, Callable[[Tensor], Tensor] | None]:
         """After the last step: the route, the router's own loss, and the loss of its decisions."""
+        name = type(self.layer.router).__name__
         if self.plan is not None:
+            check_followed(self.draws.route, self.plan.active, name)
             return self.plan.route or unordered_route(self.plan.active), self.plan.loss, None
         route = unordered_route(torch.stack([choice.active for choice in self.choices], 1))
+        check_followed(self.draws.route, route.active, name)
         losses = [choice.loss for choice in self.choices if choice.loss is not None]
         decisions = [choice.decision for choice in self.choices if choice.decision is not None]
         policy_loss_fn = partial(self.layer.router.policy_loss, decisions, route.num_active) if decisions else None

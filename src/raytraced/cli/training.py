@@ -120,6 +120,8 @@ def evaluate(
     exit_every: Literal["layer", "expert"] | None = None,
     seed: int = 0,
     batch_size: int = 1000,
+    save_routes: str | None = None,
+    routes: str | None = None,
     skip_bad: bool = False,
     device: str = "auto",
     memory: str | None = None,
@@ -134,14 +136,22 @@ def evaluate(
         select: How experts are chosen: greedy takes the most likely (default), sample draws them.
         seed: Seed of the draws of --select sample.
         batch_size: Samples per batch; changes only memory and speed.
+        save_routes: File to write the route of every sample into: which experts ran, in which order.
+        routes: File of such routes: the same experts run again, in place of a choice.
     """
+    if save_routes is not None:
+        is_file = save_routes.endswith(".safetensors") and Path(save_routes).parent.is_dir()
+        rule = "must end in .safetensors, in an existing folder"
+        require(is_file, "save_routes", save_routes, rule)
     require(batch_size >= 1, "batch_size", batch_size, "must be at least 1")
     check_seed(seed)
     has_effect = exit_every is None or confidence is not None
     require(has_effect, "exit_every", exit_every, "has no effect without --confidence: give it too")
     source = find_source(run, runs_dir, weights)
+    from raytraced.io.routes import load_routes, model_digest
+    from raytraced.io.routes import save_routes as write_routes
     from raytraced.training.evaluation import evaluate as evaluate_on
-    from raytraced.training.evaluation import predict_batch
+    from raytraced.training.evaluation import follow_routes, predict_batch, record_routes
     from raytraced.training.run_tables import print_evaluation
     from raytraced.training.world import World, choose_device
 
@@ -153,8 +163,18 @@ def evaluate(
     if along and not model.answers_along_the_way:
         raise ValueError(f"{', '.join(along)}: only for models that answer along the way, {model.name} does not")
     world = World(0, 1, choose_device(device, model))
-    predict = partial(predict_batch, model.to(world.device).eval())
+    predict: Any = partial(predict_batch, model.to(world.device).eval())
+    num, recorded = len(dataset.splits[split]), list[Any]()
+    if routes is not None:
+        saved = load_routes(routes, model, dataset.name, split, num)
+        if saved.about.get("model_sha256") != model_digest(model):
+            print(f"raytraced: {printable(routes)}: was recorded with other weights", file=sys.stderr)
+        predict = follow_routes(predict, saved.of)
+    if save_routes is not None:
+        predict = record_routes(predict, recorded)
     result = evaluate_on(task, dataset, split, predict, world, batch_size=batch_size, seed=seed, full=True, **asked)
+    if save_routes is not None:
+        write_routes(save_routes, model, dataset.name, split, recorded, num)
     if json:
         print(dumps(result, indent=2))
     else:

@@ -28,6 +28,7 @@ from raytraced.layer import (
 from raytraced.models.caches import KVCache, TextCaches, multiply_apart
 from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost, num_parameters
 from raytraced.models.paths import Paths, PathTables, choose_rows, describe_paths
+from raytraced.replay import flat_route, keep_route_rows
 from raytraced.sequence import StopPerRow
 from raytraced.store.experts import StoredExperts
 
@@ -136,6 +137,11 @@ class ExpertPass:
         if self.kept_n is not None and isinstance(stop, Tensor):
             stop = stop[self.kept_n]
         self.call = call._replace(rows=self.flat(call.rows), stop=stop)
+        if call.route is not None:
+            steps, num = layer.router.num_steps, layer.router.num_experts
+            route = flat_route(call.route, self.shape, steps, num)
+            kept = slice(None) if self.kept_n is None else self.kept_n
+            self.call = self.call._replace(route=keep_route_rows(route, kept))
         self.plan: Choice | None = None
         self.steps: GridSteps | None = None
 

@@ -74,6 +74,7 @@ class Model(nn.Module):
         stop: StopPerRow | None = None,
         experts: float | None = None,
         effort: float | None = None,
+        routes: Route | Sequence[Route] | None = None,
         **own: Any,
     ) -> Output:
         """Answer a batch of inputs.
@@ -97,6 +98,8 @@ class Model(nn.Module):
             experts: In place of `stop`: the mean number of experts per sample or token that a calibrated model runs; turned
                 into a `stop` by the table in its card.
             effort: In place of `stop`: a share of a calibrated model's full cost, up to 1.
+            routes: `Output.routes` of an earlier call for these inputs: the same experts run again, in place of a choice,
+                with the weights of the present gates under this set.
             **own: Further arguments of the model's own `answer`.
 
         Returns:
@@ -104,6 +107,11 @@ class Model(nn.Module):
         """
         stop = self.resolve_budget(stop, experts, effort)
         call = Call(select, max_experts, generator, rows, exits, stop)
+        if routes is not None:
+            others: dict[str, Any] = {"select": select, "max_experts": max_experts, "budgets": budgets or None}
+            for option, given in (others | {"confidence": confidence, "max_ms": max_ms, "stop": stop}).items():
+                require(given is None, option, given, "must be left out with routes, which say what runs")
+            call = call._replace(route=self.only_route(routes))
         if confidence is not None or max_ms is not None:
             for name, value in (("budgets", budgets), ("sample_loss_fn", sample_loss_fn)):
                 require(not value, name, value, "must be left out with confidence or max_ms, which ask for one answer")
@@ -128,6 +136,14 @@ class Model(nn.Module):
         option, value = ("experts", experts) if experts is not None else ("effort", effort)
         require(stop is None, option, value, "give either stop or a budget, not both")
         return find_stop(self.name, self.card.dial, experts, effort)
+
+    def only_route(self, routes: Route | Sequence[Route]) -> Route:
+        """The route of the model's one routed layer; a ValueError where there is none, or not one route."""
+        rule = f"{self.name} has no router that could follow them; leave them out"
+        require(len(self.routed_layers()) == 1, "routes", "[…]", rule)
+        given = [routes] if isinstance(routes, Route) else list(routes)
+        require(len(given) == 1, "routes", f"{len(given)} routes", "must be one, as in Output.routes")
+        return given[0]
 
     def encode(self, inputs: Tensor) -> Tensor:
         """The part of the computation that all answers to an input share: hidden vectors, or the inputs themselves."""

@@ -91,10 +91,12 @@ class AdaK(Router):
                 self.copy_policy()
             self.num_calls += 1
         logits_BN = self.gate_logits(step, hidden_BD)
-        decision = self.draw(step, hidden_BD.detach(), draws) if self.training else None
+        # Of a recorded route nothing was decided here.
+        decides = self.training and draws.route is None
+        decision = self.draw(step, hidden_BD.detach(), draws) if decides else None
         index_B = self.mode(step, hidden_BD) if decision is None else decision.num_experts - 1
         rank_BN = logits_BN.detach().argsort(-1, descending=True).argsort(-1)
-        chosen_BN = rank_BN <= index_B[:, None]
+        chosen_BN = draws.recall(step, rank_BN <= index_B[:, None])
         weights_BN = softmax_over(logits_BN, chosen_BN)
         return Choice(chosen_BN.to(weights_BN.dtype), weights_BN, decision=decision)
 

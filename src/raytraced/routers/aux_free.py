@@ -39,7 +39,7 @@ class AuxFree(Router):
     def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:
         logits_BN = self.gate_logits(step, hidden_BD)
         scores_BN = logits_BN.detach().softmax(-1)
-        chosen_BN = top_mask(scores_BN + self.bias[step], self.k)
+        chosen_BN = draws.recall(step, top_mask(scores_BN + self.bias[step], self.k))
         # The scores renormalised over the chosen experts are their softmax: without a bias this is top-k.
         weights_BN = softmax_over(logits_BN, chosen_BN)
         active_BN = chosen_BN.to(weights_BN.dtype)

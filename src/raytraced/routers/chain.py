@@ -45,6 +45,6 @@ class ChainOfExperts(Router):
 
     def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:
         probs_BN = self.gate_logits(step, hidden_BD).softmax(-1)
-        active_BN = top_mask(probs_BN.detach(), self.k).to(probs_BN.dtype)
+        active_BN = draws.recall(step, top_mask(probs_BN.detach(), self.k)).to(probs_BN.dtype)
         loss = self.balance * balance_loss(probs_BN, active_BN) if self.balance and self.training else None
         return Choice(active_BN, probs_BN * active_BN, loss)

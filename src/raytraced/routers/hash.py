@@ -47,7 +47,8 @@ class HashRouting(Router):
         super().plan(hidden_BD, call)
         vectors_BD = hidden_BD.detach().to(self.directions.dtype)
         scores_BLN = torch.einsum("lnd,bd->bln", self.directions, vectors_BD)
-        active_BLN = top_mask(scores_BLN, self.k).to(torch.promote_types(scores_BLN.dtype, torch.float32))
+        chosen_BLN = top_mask(scores_BLN, self.k) if call.route is None else call.route.active != 0
+        active_BLN = chosen_BLN.to(torch.promote_types(scores_BLN.dtype, torch.float32))
         return Choice(active_BLN, active_BLN)
 
     def step_cost(self) -> Cost:

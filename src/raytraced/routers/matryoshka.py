@@ -49,7 +49,8 @@ class MatryoshkaTopK(TopK):
         count_B1 = rank_BN.new_full((len(rank_BN), 1), self.k)
         if self.training:
             count_B1 = (1 + draws.uniform(step) * self.most).long().clamp_max(self.most)[:, None]
-        chosen_BN = rank_BN < count_B1
+        chosen_BN = draws.recall(step, rank_BN < count_B1)
+        count_B1 = chosen_BN.sum(-1, keepdim=True)
         # One expert alone has the probability among all, as in top-1: the softmax over it is the constant 1.
         weights_BN = softmax_over(logits_BN, chosen_BN)
         weights_BN = weights_BN.where(count_B1 > 1, logits_BN.softmax(-1) * chosen_BN)

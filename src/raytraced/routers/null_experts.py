@@ -51,7 +51,7 @@ class NullExperts(Router):
     def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:
         probs_BA = self.gate_logits(step, hidden_BD).softmax(-1)
         chosen_BA = top_mask(probs_BA.detach(), self.k).to(probs_BA.dtype)
-        active_BN = chosen_BA[:, : self.num_experts]
+        active_BN = draws.recall(step, chosen_BA[:, : self.num_experts] != 0).to(probs_BA.dtype)
         passed_BN = probs_BA[:, : self.num_experts] * active_BN
         # The floor has an effect only where all choices are null: there the sum and all weights are 0.
         weights_BN = passed_BN / passed_BN.sum(-1, keepdim=True).clamp_min(torch.finfo(probs_BA.dtype).tiny)

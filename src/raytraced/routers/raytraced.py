@@ -29,6 +29,7 @@ from raytraced.layer import (
     flat_stop,
     make_layer_output,
 )
+from raytraced.replay import follow_sequence
 from raytraced.rng import RandomSource, log_uniform, new_seed
 from raytraced.routing import GateInit, RoutingNetwork, entry_rates, input_logits
 from raytraced.sequence import Estimator, Route, Select, Stop, StopPerRow, check_sequence_options, expert_weights
@@ -254,6 +255,15 @@ class RaytracedRouter(Fusable, Router):
 
     def sequence(self, hidden_BD: Tensor, call: Call) -> Route:
         """The activation sequences of hidden vectors (B, D); no expert runs."""
+        if call.route is not None:
+            return follow_sequence(
+                self.routing,
+                self.entry(hidden_BD),
+                call.route,
+                estimator=self.config.estimator,
+                temperature=self.config.temperature,
+                input_logits_BLNO=self.input_logits(hidden_BD),
+            )
         return activation_sequence(
             self.routing,
             self.entry(hidden_BD),
@@ -279,7 +289,7 @@ class RaytracedRouter(Fusable, Router):
 
     def alike(self, call: Call) -> bool:
         differs = isinstance(call.stop, Tensor) or self.draws_stop(call)  # by row, not by vector
-        return self.resolve_select(call) == "greedy" and not differs
+        return self.resolve_select(call) == "greedy" and not differs and call.route is None
 
     def cost(self, route: Route, num_steps: Tensor | None = None) -> Cost:
         """The cost of the entry gate and of the gates that each step of a sequence evaluates anew.
@@ -386,7 +396,7 @@ class RaytracedExperts(Fusable, RoutedLayer):
         router = self.router  # Hot path at batch size 1: avoid nn.Module attribute look-ups.
         if torch.is_grad_enabled() and router.config.mask_gradient == "all":
             return self.run_all(hidden_BD, call)
-        if not (self.fuses and router.fuses):
+        if call.route is not None or not (self.fuses and router.fuses):
             return super().run(hidden_BD, call)
         options = router.sequence_options(call, hidden_BD)
         seed = new_seed(call.generator, hidden_BD.device) if router.resolve_select(call) == "sample" else None

@@ -41,8 +41,9 @@ class ReLURouting(Router):
         self.register_buffer("penalty", torch.full((num_layers,), START))
 
     def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:
-        weights_BN = self.gate_logits(step, hidden_BD).relu()
-        active_BN = (weights_BN > 0).to(weights_BN.dtype)
+        gates_BN = self.gate_logits(step, hidden_BD).relu()
+        active_BN = draws.recall(step, gates_BN > 0).to(gates_BN.dtype)
+        weights_BN = gates_BN * active_BN
         if not self.training:
             return Choice(active_BN, weights_BN)
         # The load and the number of rows of all processes together.

@@ -53,7 +53,7 @@ class Threshold(Router):
     def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:
         logits_BN = self.gate_logits(step, hidden_BD)
         probs_BN = logits_BN.softmax(-1)
-        active_BN = nucleus_mask(probs_BN.detach(), self.threshold).to(probs_BN.dtype)
+        active_BN = draws.recall(step, nucleus_mask(probs_BN.detach(), self.threshold)).to(probs_BN.dtype)
         loss = None
         if self.training and self.entropy:
             entropy_B = -(probs_BN * logits_BN.log_softmax(-1)).sum(-1)

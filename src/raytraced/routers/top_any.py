@@ -59,6 +59,7 @@ class TopAny(Router):
         margin_BN = (similarity_BN.sigmoid() - self.thresholds[step].sigmoid()).masked_fill(self.removed[step], -2.0)
         nearest_BN = margin_BN.argmax(-1, keepdim=True) == torch.arange(self.num_experts, device=margin_BN.device)
         open_BN = (margin_BN > 0) | (nearest_BN & (margin_BN.amax(-1, keepdim=True) <= 0))
+        open_BN = draws.recall(step, open_BN)
         # Straight through: the difference is exactly 0, so the mask stays exactly 0 or 1.
         active_BN = open_BN.to(margin_BN.dtype) + (margin_BN - margin_BN.detach())
         weights_BN = active_BN / open_BN.sum(-1, keepdim=True)

@@ -51,7 +51,7 @@ class TopK(Router):
 
     def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:
         logits_BN = self.gate_logits(step, hidden_BD)
-        chosen_BN = top_mask(logits_BN.detach(), self.k)
+        chosen_BN = draws.recall(step, top_mask(logits_BN.detach(), self.k))
         weights_BN = softmax_over(logits_BN, chosen_BN) if self.k > 1 else logits_BN.softmax(-1) * chosen_BN
         if self.total == "count":
             weights_BN = weights_BN * self.k

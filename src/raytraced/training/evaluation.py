@@ -11,12 +11,13 @@ from torch import Tensor
 
 from raytraced.cost import SampleCost, sample_cost
 from raytraced.models.output import Model, Output
+from raytraced.sequence import Route
 from raytraced.tasks.task import Batch, Data, Tally, Task
 from raytraced.training.world import World
 
 MACS = ("total", "input", "routing", "experts", "head")
 
-SINGLE = {"max_experts", "confidence", "stop", "experts", "effort"}
+SINGLE = {"routes", "max_experts", "confidence", "stop", "experts", "effort"}
 """options that ask for one answer"""
 Answers = list[tuple[Output, SampleCost | None]]
 """outputs for a batch with their costs or None: one, or those with at most 0, 1, … experts"""
@@ -52,6 +53,26 @@ def predict_batch(model: Model, batch: Batch, seed: int, full: bool = False, **o
     else:
         answers = [model(inputs, **options)]
     return [(out, sample_cost(model, inputs, out, batch.mask) if full else None) for out in answers]
+
+
+def record_routes(predict: Callable[..., Answers], recorded: list[tuple[Tensor, Route]]) -> Callable[..., Answers]:
+    """The same function; it adds the positions of a batch's samples and the route of their last answer to a list."""
+
+    def recording(batch: Batch, *args: Any, **options: Any) -> Answers:
+        answers = predict(batch, *args, **options)
+        recorded.append((batch.rows, answers[-1][0].routes[0]))
+        return answers
+
+    return recording
+
+
+def follow_routes(predict: Callable[..., Answers], route_of: Callable[[Tensor], Route]) -> Callable[..., Answers]:
+    """The same function; samples follow the routes that `route_of` returns for their positions (B,)."""
+
+    def following(batch: Batch, *args: Any, **options: Any) -> Answers:
+        return predict(batch, *args, routes=route_of(batch.rows), **options)
+
+    return following
 
 
 @torch.no_grad()
