@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from raytraced.experts import Stream, make_grid, update_dense
-from raytraced.layer import Choice, RoutedLayer, Router, routed_layer
+from raytraced.layer import Call, Choice, Draws, RoutedLayer, Router, routed_layer
 from raytraced.rng import uniform
 from raytraced.routers.ada_k import AdaK
 from raytraced.routers.aux_free import AuxFree
@@ -224,7 +224,7 @@ def test_planned_equals_top_k_in_one_layer_and_reads_the_layers_input_in_all():
         torch.manual_seed(num_layers)
         planned, stepwise = (make_layer(cls, num_layers=num_layers, balance=0.5) for cls in (PlannedTopK, TopK))
         stepwise.load_state_dict(planned.state_dict())
-        steps = [stepwise.router.route(step, hidden, None) for step in range(num_layers)]
+        steps = [stepwise.router.route(step, hidden, Draws(Call(), hidden)) for step in range(num_layers)]
         out = planned(hidden)
         assert torch.equal(out.route.active, torch.stack([step.active for step in steps], 1))
         torch.testing.assert_close(out.loss, sum(step.loss for step in steps))
@@ -244,7 +244,7 @@ def test_a_sample_with_null_experts_only_passes_unchanged():
     out = layer(hidden)
     assert not out.route.active.any()
     assert torch.equal(out.hidden, hidden)
-    assert not layer.router.route(0, hidden, None).weights.any()  # 0, not 0 / 0
+    assert not layer.router.route(0, hidden, Draws(Call(), hidden)).weights.any()  # 0, not 0 / 0
     (out.hidden.sum() + out.loss).backward()
     assert hidden.grad.isfinite().all()
     assert all(gate.weight.grad.isfinite().all() for gate in layer.router.gates)
