@@ -268,7 +268,10 @@ def run_or_read(words: list[str], only_read: bool = False) -> None:
     _, read = read_command(words)
     if only_read or not takes_seconds(name, read):
         return
-    assert code_of([*words, *(["--epochs", "1", "--quiet"] if name == "train" else [])]) == 0
+    short = ["--epochs", "1", "--quiet"] if name == "train" else []
+    if short and read["config"].model.startswith("gpt"):
+        short += ["--data-options.steps", "5"]
+    assert code_of([*words, *short]) == 0
 
 
 PROGRAMS = {
