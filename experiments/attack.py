@@ -56,7 +56,7 @@ def write_models(folder: Path) -> list[str]:
     paths = []
     for name in ("gpt-mre", "gpt-top-k"):
         path = folder / f"{name}.safetensors"
-        save(build(name, dim=16, num_heads=2, context=32, hidden=8, num_layers=2, num_experts=3), path)
+        save(build(name, dim=16, num_heads=2, context=32, depth=2, hidden=8, num_experts=3), path)
         paths.append(str(path))
     return paths
 
