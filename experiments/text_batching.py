@@ -3,8 +3,8 @@
     python -m experiments.text_batching      # writes benchmarks/text_batching.md; some minutes
 
 An untrained `gpt-mre` of the default size, one thread, prompts of 16 tokens, 48 tokens each, temperature 1. Batches of
-different sizes are timed in turns, three times; a time is the median, in seconds of the processor. *One by one* are the same texts, each in a batch of
-its own: what they cost without sharing calls. The bits of all texts are compared.
+different sizes are timed in turns, three times; a time is the median, in seconds of the processor. *One by one* are the same
+texts, each in a batch of its own: what they cost without sharing calls. The tokens of all texts are compared.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from raytraced.serve.text_batch import TextBatch
 SIZES, NUM_TOKENS, ROUNDS = (1, 2, 4, 8, 16, 32, 64), 48, 3
 
 
+@torch.inference_mode()
 def generate_texts(served: Served, prompts_BT: torch.Tensor, together: bool) -> tuple[float, list[list[int]], Metrics]:
     """The processor seconds of some texts, their tokens, and what was counted."""
     metrics, texts = Metrics(), list[list[int]]()
@@ -46,7 +47,6 @@ def generate_texts(served: Served, prompts_BT: torch.Tensor, together: bool) -> 
     return process_time() - began, texts, metrics
 
 
-@torch.inference_mode()
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
