@@ -239,9 +239,11 @@ def check_python(words: list[str]) -> None:
 
 
 def check_pip(words: list[str]) -> None:
-    """`pip install .` or `pip install '.[extra]'`, with an extra that exists: there is no page on an index."""
+    """`.` or `'.[extra]'` with an extra that exists, a repository, or a wheel: there is no page on an index."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert words[0] == "install"
+    if words[1:] in (["git+ADDRESS"], ["FILE.whl"]):
+        return
     found = re.fullmatch(r"\.(?:\[([\w,]+)\])?", words[1])
     assert found, words[1]
     assert set((found[1] or "plots").split(",")) <= set(extras), words[1]

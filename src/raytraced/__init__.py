@@ -29,7 +29,7 @@ Names are imported when they are first used. The command line is described by `r
 
 from importlib import import_module
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING would cost an import before Ctrl-C is handled
 
