@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments import BENCHMARKS
-from experiments.reproduce.tables import markdown_table
+from raytraced.tables import markdown_table
 from raytraced import build, kernels
 from raytraced.experts import MLPExperts, Stream
 from raytraced.models.gpt import Attention, KVCache
@@ -40,7 +40,7 @@ from raytraced.store.layout import GridShape, open_store, write_store
 from raytraced.store.pool import ExpertPool, ReadStats, Timeline
 from raytraced.store.reader import ExpertReader
 
-DEPTH, NUM_EXPERTS, DIM, HIDDEN = 8, 64, 512, 1024
+DEPTH, NUM_EXPERTS, DIM, HIDDEN = 8, 32, 512, 2048
 VOCABULARY, CONTEXT, STEPS, BATCH = 2048, 64, 300, 16
 NUM_PROMPTS, PREFILL, DECODED = 6, 16, 32
 LIMITS = (12.5, 25.0, 50.0, 100.0)
@@ -68,12 +68,24 @@ def tokenise(training: str, held_out: str) -> tuple[Tensor, Tensor]:
     return encoded[0], encoded[1]
 
 
+@torch.no_grad()
+def sharpen(router: Any) -> None:
+    """A start from which a fresh path has about one expert per block, as a trained one has."""
+    router.gate["weight"] *= 16
+    router.sight_out.normal_(0, 3)
+
+
 def train_small(name: str, tokens: Tensor, **options: Any) -> Any:
     """A small decoder of the same grid, after a short training."""
     torch.manual_seed(0)
     sizes = {"dim": 64, "hidden": 128, "depth": DEPTH, "num_experts": NUM_EXPERTS, "num_heads": 4}
-    model = build(name, **sizes, context=CONTEXT, vocab_size=VOCABULARY, **options).train()
-    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+    model: Any = build(name, **sizes, context=CONTEXT, vocab_size=VOCABULARY, **options).train()
+    if name == "gpt-mre":
+        sharpen(model.layer.router)
+    routing = {id(each) for each in [*model.layer.router.parameters(), *model.routing_parameters()]}
+    slow = [each for each in model.parameters() if id(each) in routing and name == "gpt-mre"]
+    fast = [each for each in model.parameters() if each not in set(slow)]
+    optimizer = torch.optim.AdamW([{"params": fast}, {"params": slow, "lr": 2e-4}], 2e-3)
     for step in range(STEPS):
         starts = torch.randint(0, len(tokens) - CONTEXT - 1, (BATCH,))
         rows = torch.stack([tokens[start : start + CONTEXT + 1] for start in starts])
@@ -131,7 +143,7 @@ def prepare(folder: Path) -> None:
     training, held_out = tokenise(*read_sources())
     starts = np.linspace(0, len(held_out) - CONTEXT - 1, NUM_PROMPTS).astype(int)
     prompts = torch.stack([held_out[start : start + CONTEXT] for start in starts])
-    traces = {"planned": trace(train_small("gpt-mre", training), prompts)}
+    traces = {"planned": trace(train_small("gpt-mre", training, output_logit_offset=8.0), prompts)}
     traces["top-k"] = trace(train_small("gpt-top-k", training, k=1), prompts)
     for name, arrays in traces.items():
         np.savez_compressed(folder / f"{name}.npz", **arrays)
@@ -408,7 +420,7 @@ def measure_one(folder: Path, name: str, limit: float, blocks: Blocks, checked: 
     line: Timeline | None = None
     if limit == DRAWN_LIMIT and not is_mapped:
         line = pool.record()
-    times = run(blocks, experts, policy, list(range(1, NUM_PROMPTS)) + [0])
+    times = run(blocks, experts, policy, [*range(1, NUM_PROMPTS), 0])
     after, peak = copy.copy(pool.stats), memory_now("VmHWM")
     unused = 0 if is_mapped else len(pool._pool.unused)
     found = {field: getattr(after, field) - getattr(before, field) for field in vars(after)}
