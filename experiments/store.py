@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 
 from experiments import BENCHMARKS
-from raytraced.tables import markdown_table
 from raytraced import build, kernels
 from raytraced.experts import MLPExperts, Stream
 from raytraced.models.gpt import Attention, KVCache
@@ -39,9 +38,10 @@ from raytraced.store.experts import StoredExperts
 from raytraced.store.layout import GridShape, open_store, write_store
 from raytraced.store.pool import ExpertPool, ReadStats, Timeline
 from raytraced.store.reader import ExpertReader
+from raytraced.tables import markdown_table
 
 DEPTH, NUM_EXPERTS, DIM, HIDDEN = 8, 32, 512, 2048
-VOCABULARY, CONTEXT, STEPS, BATCH = 2048, 64, 300, 16
+VOCABULARY, CONTEXT, STEPS, BATCH = 2048, 64, 200, 16
 NUM_PROMPTS, PREFILL, DECODED = 6, 16, 32
 LIMITS = (12.5, 25.0, 50.0, 100.0)
 MAX_READS = 2  # experts that a token may read under the deadline in bytes
