@@ -32,6 +32,7 @@ def generate(
     weights: Literal["last", "best"] = "last",
     device: str = "auto",
     memory: str | None = None,
+    max_bytes: str | None = None,
     runs_dir: str = "runs",
     json: bool = False,
 ) -> None:
@@ -45,6 +46,7 @@ def generate(
         top_p: Draw among the most likely bytes that together have this probability.
         seed: Seed of the draws.
         max_experts: Largest number of experts per byte, all blocks together.
+        max_bytes: Of a store: the most bytes that a byte or token may read, such as 20MB; further experts are left out.
         json: Print the text and the experts of each byte as JSON at the end.
     """
     require(length >= 0, "length", length, "must not be negative")
@@ -54,6 +56,7 @@ def generate(
 
     from raytraced.io.saving import load
     from raytraced.models.gpt import GPT
+    from raytraced.store.reader import parse_size
     from raytraced.tasks.text.tokens import Codec
     from raytraced.training.world import choose_device
 
@@ -77,6 +80,7 @@ def generate(
         experts=experts,
         effort=effort,
         generator=torch.Generator(place).manual_seed(seed),
+        max_bytes=None if max_bytes is None else parse_size("max_bytes", max_bytes),
     )
     parts = ((codec.bytes_of[int(one.tokens)], int(one.num_experts)) for one in drawn)
     if json:

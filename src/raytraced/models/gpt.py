@@ -6,7 +6,7 @@ head, V vocabulary size, R width of what the router reads, L blocks, N experts p
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar, Literal, NamedTuple, Self, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,12 @@ from raytraced.layer import (
 )
 from raytraced.models.caches import KVCache, TextCaches, multiply_apart
 from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost, num_parameters
-from raytraced.models.paths import Paths, PathTables, choose_rows, describe_paths
+from raytraced.models.paths import Paths, PathTables, choose_rows, describe_paths, within_bytes
 from raytraced.replay import flat_route, keep_route_rows
 from raytraced.sequence import StopPerRow
+from raytraced.store.budget import ByteBudget
 from raytraced.store.experts import StoredExperts
+from raytraced.store.pool import ReadPlan
 
 RoutingInput = Literal["block", "token", "embedding", "first-block"]
 PolicyLossFn = Callable[[Tensor], Tensor]
@@ -257,6 +259,8 @@ class GPT(Model):
         mask: Tensor | None = None,
         sample_loss_fn: SampleLossFn | None = None,
         cache: KVCache | TextCaches | None = None,
+        max_bytes: int | None = None,
+        read_budgets: list[ByteBudget] | None = None,
     ) -> Output:
         """Tokens (B, T) -> the logits (B, T, V) of the token after each; with a cache they follow the tokens it holds.
 
@@ -264,6 +268,8 @@ class GPT(Model):
         computes rows independently.
 
         In place of tokens their embeddings (B, T, D) may be given. A mask (B, S) covers all tokens, those of the cache first.
+        With `max_bytes` a token runs the experts that are in memory and the first of the others, by rank, that so many bytes
+        hold; `read_budgets`, one per text, know what the tokens before read.
         """
         rule = "must be False (exit_loss 0): a block's output is the next block's input, not an answer"
         require(not call.exits, "exits", call.exits, rule)
@@ -282,6 +288,10 @@ class GPT(Model):
         x_BTD = self.embed(encoded) * self.embedding.embedding_dim**0.5
         if self.path_follows_token:
             experts.plan = self.plan_tokens(experts.flat(encoded), experts.call)
+        if max_bytes is not None:
+            read_budgets = read_budgets or self.byte_budgets(max_bytes, len(encoded))
+            texts_BT = torch.arange(len(encoded))[:, None].expand(encoded.shape[:2])
+            experts.plan = within_bytes(experts.plan, experts.flat(texts_BT), read_budgets)
         with self.reading(experts.plan):
             for number, block in enumerate(self.blocks):
                 x_BTD = block(x_BTD, positions, mask_BTS, cache, number, experts)
@@ -294,6 +304,15 @@ class GPT(Model):
         """While the blocks run, experts that are in a store are read ahead of the blocks that need them."""
         grid = self.layer.experts
         return grid.reading(plan.active) if plan is not None and isinstance(grid, StoredExperts) else nullcontext()
+
+    def byte_budgets(self, max_bytes: int, num_texts: int) -> list[ByteBudget]:
+        """A deadline in bytes for each of some texts; refuses a model that reads nothing, or plans nothing."""
+        grid = self.layer.experts
+        fits = isinstance(grid, StoredExperts) and self.path_follows_token
+        rule = "is for models loaded from a store whose paths depend on the token alone; leave it out"
+        require(fits, "max_bytes", max_bytes, rule)
+        assert isinstance(grid, StoredExperts)
+        return [ByteBudget(max_bytes, grid.pool.file, grid.pool.num_slots) for _ in range(num_texts)]
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """The embeddings of tokens (B, T, D), or the vectors that were given in their place."""
@@ -465,6 +484,7 @@ class GPT(Model):
         effort: float | None = None,
         generator: torch.Generator | None = None,
         cached: bool = True,
+        max_bytes: int | None = None,
     ) -> Iterator[Drawn]:
         """Continue texts, token by token.
 
@@ -481,6 +501,8 @@ class GPT(Model):
             experts, effort: As for `forward`.
             generator: Source of random numbers. Default: PyTorch's global generator.
             cached: Whether to keep keys and values; False computes every window from the start, with the same result.
+            max_bytes: Of a store: the most bytes that a token may read; its experts of higher rank are left out where they
+                are not in memory. The same number gives the same text. Default: no limit.
 
         Yields:
             Drawn with `tokens` (B,), `num_experts` (B,), and `paths` of these tokens where the token alone decides.
@@ -492,19 +514,39 @@ class GPT(Model):
         call = Call("greedy", max_experts, stop=flat_stop(stop, prompt.shape[:1]))
         text_BT, cache, start = prompt, KVCache(), 0
         self.check(prompt, None, None)
-        for _ in range(num_tokens):
-            if text_BT.shape[1] - start > self.context:
-                cache, start = KVCache(), text_BT.shape[1] - max(1, self.context // 2)
-            if cached:
-                out = self(
-                    text_BT[:, start + cache.get_seq_length() :], max_experts=max_experts, stop=stop, cache=cache
-                )
-            else:
-                out = self(text_BT[:, start:], max_experts=max_experts, stop=stop)
-            token_B = draw_token(out.logits[:, -1], temperature, top_p, generator)
-            text_BT = torch.cat((text_BT, token_B[:, None]), 1)
-            paths = self.describe(token_B, call) if self.path_follows_token else None
-            yield Drawn(token_B, out.num_experts[:, -1], paths)
+        own: dict[str, Any] = {} if max_bytes is None else {"max_bytes": max_bytes}
+        ahead: ReadPlan | None = None
+        try:
+            for number in range(num_tokens):
+                if text_BT.shape[1] - start > self.context:
+                    cache, start = KVCache(), text_BT.shape[1] - max(1, self.context // 2)
+                if max_bytes is not None and (not cached or not cache.get_seq_length()):
+                    own["read_budgets"] = self.byte_budgets(max_bytes, len(prompt))
+                tokens_BT = text_BT[:, start + cache.get_seq_length() :] if cached else text_BT[:, start:]
+                with self.following(ahead):
+                    out = self(
+                        tokens_BT, max_experts=max_experts, stop=stop, **own, **{"cache": cache} if cached else {}
+                    )
+                token_B = draw_token(out.logits[:, -1], temperature, top_p, generator)
+                text_BT = torch.cat((text_BT, token_B[:, None]), 1)
+                paths = self.describe(token_B, call) if self.path_follows_token else None
+                # The next pass runs this token alone, unless it begins again, or there is none.
+                is_next = cached and number < num_tokens - 1 and text_BT.shape[1] - start <= self.context
+                ahead = self.read_ahead(paths) if is_next and max_bytes is None else None
+                yield Drawn(token_B, out.num_experts[:, -1], paths)
+        finally:  # whoever reads the text may stop before its end
+            if ahead is not None:
+                ahead.close()
+
+    def read_ahead(self, paths: Paths | None) -> ReadPlan | None:
+        """Begin to read the experts of tokens that were just drawn; None where experts are in memory, or paths unknown."""
+        grid = self.layer.experts
+        return grid.expect(paths.active) if paths is not None and isinstance(grid, StoredExperts) else None
+
+    def following(self, plan: ReadPlan | None) -> AbstractContextManager[None]:
+        """While the blocks run, they use what a plan has read."""
+        grid = self.layer.experts
+        return grid.following(plan) if isinstance(grid, StoredExperts) else nullcontext()
 
 
 def causal_mask(positions_T: Tensor, start: int, mask_BS: Tensor | None) -> Tensor | None:

@@ -3,13 +3,14 @@
 Axes: V vocabulary, L blocks, N experts per block, S longest path, n tokens.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from raytraced.layer import Choice, map_route
+from raytraced.layer import Choice, map_route, unordered_route
+from raytraced.store.budget import ByteBudget
 
 MOST_TABLES = 8  # one per budget and stop; a caller that asks for another one each time must not fill the memory
 
@@ -73,6 +74,33 @@ def without_padding(choice: Choice) -> Choice:
         return choice
     longest = int(route.num_active.max()) if route.num_active.numel() else 0
     return choice._replace(route=route._replace(nodes=route.nodes[:, :longest].clone()))
+
+
+def within_bytes(choice: Choice | None, texts_n: Tensor, budgets: Sequence[ByteBudget]) -> Choice:
+    """What is left of the paths of tokens when each may read a number of bytes.
+
+    Args:
+        choice: What a router chose for n tokens, text by text, in the order of the text.
+        texts_n: The number of the text of each token.
+        budgets: The deadline of each text.
+    """
+    assert choice is not None  # only paths that are known beforehand have deadlines in bytes
+    route = choice.route or unordered_route(choice.active)
+    active, nodes = torch.zeros_like(choice.active), []
+    for token, text in enumerate(texts_n.tolist()):
+        if route.nodes is None:
+            path = choice.active[token].flatten().nonzero()[:, 0].tolist()
+        else:
+            path = [node for node in route.nodes[token].tolist() if node >= 0]
+        kept = budgets[text].admit(path)
+        active[token].view(-1)[kept] = 1
+        nodes.append(kept)
+    if route.nodes is not None:
+        padded = [kept + [-1] * (route.nodes.shape[1] - len(kept)) for kept in nodes]
+        nodes_nS = torch.tensor(padded, dtype=route.nodes.dtype).view(route.nodes.shape)
+        route = route._replace(nodes=nodes_nS)
+    route = route._replace(active=active, num_active=active.sum((-1, -2)).long())
+    return choice._replace(active=active, weights=choice.weights * active, route=route)
 
 
 def describe_paths(choice: Choice, macs_per_expert: int, shape: torch.Size) -> Paths:

@@ -67,7 +67,20 @@ class StoredExperts(nn.Module):
     @contextmanager
     def reading(self, active: Tensor) -> Iterator[None]:
         """Read the experts of some rows (..., L, N) ahead of the layers that this thread runs inside the block."""
-        before, plan = self.plan, self.expect(active)
+        order = self.order(active)
+        if self.plan is not None and self.plan.covers(order):  # they are on their way
+            yield
+            return
+        with self.following(self.pool.expect(order)):
+            yield
+
+    @contextmanager
+    def following(self, plan: ReadPlan | None) -> Iterator[None]:
+        """Follow a plan while this thread runs layers inside the block, and close it at the end; None: no plan."""
+        if plan is None:
+            yield
+            return
+        before = self.plan
         self._call.plan = plan
         try:
             yield
