@@ -42,7 +42,7 @@ from raytraced.tables import markdown_table
 
 DEPTH, NUM_EXPERTS, DIM, HIDDEN = 8, 32, 512, 2048
 VOCABULARY, CONTEXT, STEPS, BATCH = 2048, 64, 200, 16
-NUM_PROMPTS, PREFILL, DECODED = 6, 16, 32
+NUM_PROMPTS, PREFILL, DECODED = 4, 8, 20
 LIMITS = (12.5, 25.0, 50.0, 100.0)
 MAX_READS = 2  # experts that a token may read under the deadline in bytes
 DRAWN_LIMIT, DRAWN_TOKENS = 25.0, 4
@@ -210,8 +210,9 @@ class Previous(Policy):
         self.last: list[int] = []
 
     def begin(self, active_TLN: Tensor, prompt: int, place: slice) -> tuple[Any, Tensor]:
-        self.plans.append(self.experts.pool.expect(self.last))
-        self.last = self.experts.order(active_TLN)
+        if place.start:  # of a new prompt there is no token before
+            self.plans.append(self.experts.pool.expect(self.last))
+        self.last = self.experts.order(active_TLN[-1:])
         return nullcontext(), active_TLN
 
 
