@@ -23,6 +23,10 @@ GRID = {"dim": 16, "num_layers": 4, "num_experts": 8}
 # The defaults of RaytracedExperts are our recipe.
 PAPER = {"stream": "residual", "weighting": "unit", "mask_gradient": "all", "estimator": "gumbel", "temperature": 20.0,
          "train_select": "sample", "gate_init": "uniform", "output_logit_offset": 0.0, "input_rank": 0}  # fmt: skip
+# A path through a whole decoder that is short from the start, and weights that do not change when experts join:
+# docs/lab/paths.md.
+DECODER = {"weighting": "relative", "weight_scale": 2.0, "stop": 0.2, "entry_scale": 16.0, "input_init_std": 3.0,
+           "output_logit_offset": 8.0}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class ModelInfo:
     """more defaults, which hold in every family"""
     model: str | None = None
     """ "module:Class" of the whole, where the family's own does not do"""
+    in_decoder: dict[str, Any] = field(default_factory=dict)
+    """more defaults, which hold in language models"""
     routing_input: str = "block"
     """default of a language model's option `routing_input`; "block": the router does not plan, and there is no other"""
     origin: str | None = None
@@ -51,7 +57,7 @@ MLP, EXITS = "routers.dense:MLPLayers", "models.multi_exit:MultiExit"
 RAYTRACED = "routers.raytraced:RaytracedExperts"
 
 MODELS = {
-    "mre": ModelInfo(RAYTRACED, GRID, "Perin 2025, ours", adaptive=True, anytime=True, routing_input="token"),
+    "mre": ModelInfo(RAYTRACED, GRID, "Perin 2025, ours", True, True, in_decoder=DECODER, routing_input="token"),
     "mre-paper": ModelInfo(RAYTRACED, GRID, "Perin 2025", True, True, recipe=PAPER, routing_input="token"),
     "top-k": ModelInfo("routers.top_k:TopK", GRID, "Shazeer 2017"),
     "planned": ModelInfo("routers.planned:PlannedTopK", GRID, "top-k, our control", routing_input="embedding"),
@@ -204,9 +210,10 @@ def complete_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
         if kind is not inspect.Parameter.empty:
             require(fits(value, kind), option, repr(value), f"must be {type_words(kind)}")
     own = {key: each.default for key, each in known.items() if each.default is not each.empty}
+    in_family = info.in_decoder if family == "gpt" else {}
     by_family = {key: value for key, value in made.layer_defaults.items() if key in known}
     return {
-        key: value for key, value in (own | info.defaults | by_family | info.recipe | given).items() if key in known
+        key: value for key, value in (own | info.defaults | by_family | in_family | info.recipe | given).items() if key in known
     }
 
 

@@ -146,7 +146,7 @@ def preset_values(preset: Preset, data: str, model: str) -> dict[str, Any]:
     threads = {"threads": 1}
     if model.startswith("gpt-"):  # found on validation bytes of the bundled text: docs/lab/text.md
         text = {"batch_size": 16, "optimizer": "adamw", "lr": 3e-3, "weight_decay": 0.1, "clip": 1.0}
-        text |= {"target_experts": 8.0} if model == "gpt-mre" else {}
+        text |= {"lr_routing": 3e-4} if model == "gpt-mre" else {}  # slow gates: docs/lab/paths.md
         return threads | text | {"epochs": 2 if preset == "quick" else 10}
     if preset == "paper":
         paper = {"epochs": 40, "batch_size": 256, "lr": 1e-3, "schedule": "constant"}
