@@ -4,8 +4,8 @@ BIN := .venv/bin
 CORE := $(addprefix tests/,test_routing.py test_sequence.py test_layer.py test_tokens.py test_sparse.py models/test_classifier.py)
 PLAIN := RAYTRACED_KERNELS=plain $(PY) -m pytest -p no:cacheprovider $(CORE)
 KERNELS := tests/kernels/test_sequence_triton.py
-# a hard limit, beside that of every test; four times what the tests take on two cores
-LIMIT := $(if $(shell command -v timeout),timeout --foreground --verbose --kill-after=30 1200)
+# a hard limit, beside that of every test; several times what the tests take on two cores
+LIMIT := $(if $(shell command -v timeout),timeout --foreground --verbose --kill-after=30 2400)
 
 .PHONY: demo test test-whole lint lint-and-plain test-slow test-sanitizers test-data test-triton test-gpu test-mutants bench reproduce guard screenshots reference notebooks docs wheels test-packages clean
 
