@@ -213,7 +213,9 @@ def complete_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     in_family = info.in_decoder if family == "gpt" else {}
     by_family = {key: value for key, value in made.layer_defaults.items() if key in known}
     return {
-        key: value for key, value in (own | info.defaults | by_family | in_family | info.recipe | given).items() if key in known
+        key: value
+        for key, value in (own | info.defaults | by_family | in_family | info.recipe | given).items()
+        if key in known
     }
 
 
