@@ -68,20 +68,11 @@ def tokenise(training: str, held_out: str) -> tuple[Tensor, Tensor]:
     return encoded[0], encoded[1]
 
 
-@torch.no_grad()
-def sharpen(router: Any) -> None:
-    """A start from which a fresh path has about one expert per block, as a trained one has."""
-    router.gate["weight"] *= 16
-    router.sight_out.normal_(0, 3)
-
-
 def train_small(name: str, tokens: Tensor, **options: Any) -> Any:
     """A small decoder of the same grid, after a short training."""
     torch.manual_seed(0)
     sizes = {"dim": 64, "hidden": 128, "depth": DEPTH, "num_experts": NUM_EXPERTS, "num_heads": 4}
     model: Any = build(name, **sizes, context=CONTEXT, vocab_size=VOCABULARY, **options).train()
-    if name == "gpt-mre":
-        sharpen(model.layer.router)
     routing = {id(each) for each in [*model.layer.router.parameters(), *model.routing_parameters()]}
     slow = [each for each in model.parameters() if id(each) in routing and name == "gpt-mre"]
     fast = [each for each in model.parameters() if each not in set(slow)]
@@ -143,7 +134,7 @@ def prepare(folder: Path) -> None:
     training, held_out = tokenise(*read_sources())
     starts = np.linspace(0, len(held_out) - CONTEXT - 1, NUM_PROMPTS).astype(int)
     prompts = torch.stack([held_out[start : start + CONTEXT] for start in starts])
-    traces = {"planned": trace(train_small("gpt-mre", training, output_logit_offset=8.0), prompts)}
+    traces = {"planned": trace(train_small("gpt-mre", training), prompts)}
     traces["top-k"] = trace(train_small("gpt-top-k", training, k=1), prompts)
     for name, arrays in traces.items():
         np.savez_compressed(folder / f"{name}.npz", **arrays)
