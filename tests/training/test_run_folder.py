@@ -17,7 +17,8 @@ def test_loaded_model_takes_images_as_they_are_and_answers_as_the_summary_says(t
     run = train_with()
     model = raytraced.load(run.path)
     assert "weighting" not in run.config.model_options
-    assert model.card.options["weighting"] == "rates-to-one"  # a default, written down: it may be another one some day
+    # What the default, "auto", stands for in a grid of two layers is written down: it may be another one some day.
+    assert model.card.options["weighting"] == "relative"
     assert model.card.data == "stripes"
     assert model.card.spec["class_names"] == ["0", "1", "2"]
     assert not model.card.training.keys() & {"data", "runs_dir", "name", "data_root", "device"}  # of this machine alone

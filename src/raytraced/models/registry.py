@@ -185,8 +185,18 @@ def build(name: str, **given: Any) -> "Model":
     model: Model = made(_LayerFactory(info.layer, options), options["dim"], **spec)
     spec |= {key: getattr(model, key) for key in wanted if key not in spec and getattr(model, key, None) is not None}
     names = {} if class_names is None else {"class_names": list(class_names)}
-    model.card = ModelCard(model=name, spec=spec | names, options=options, plugins=_origins(family, info))
+    card_options = _spell_out(options, model)
+    model.card = ModelCard(model=name, spec=spec | names, options=card_options, plugins=_origins(family, info))
     return model
+
+
+def _spell_out(options: dict[str, Any], model: "Model") -> dict[str, Any]:
+    """The options with "auto" replaced by what it stands for in the grid of this model."""
+    automatic = [key for key, value in options.items() if value == "auto"]
+    if not automatic:
+        return options
+    config: Any = model.routed_layers()[0].router.config
+    return options | {key: getattr(config, key) for key in automatic}
 
 
 def complete_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
