@@ -41,6 +41,12 @@ def hash_routing(router, step, hidden):
     return {e: torch.ones((), dtype=hidden.dtype) for e in by_strength(scores)[: router.k]}
 
 
+def mixture_of_depths(router, step, hidden):
+    (score,) = gate(router, step, hidden)
+    weight = 2 / (1 + (-score).exp())
+    return dict.fromkeys(range(router.num_experts), weight) if number(score) > 0 else {}
+
+
 def relu(router, step, hidden):
     return {e: logit for e, logit in enumerate(gate(router, step, hidden)) if number(logit) > 0}
 

@@ -11,6 +11,7 @@ from raytraced.routers.aux_free import AuxFree
 from raytraced.routers.chain import ChainOfExperts
 from raytraced.routers.hash import HashRouting
 from raytraced.routers.matryoshka import MatryoshkaTopK
+from raytraced.routers.mixture_of_depths import MixtureOfDepths, top_share
 from raytraced.routers.null_experts import NullExperts
 from raytraced.routers.planned import PlannedTopK
 from raytraced.routers.relu import ReLURouting
@@ -26,6 +27,7 @@ ROUTERS = {
     # in evaluation it is top-k
     "matryoshka": (MatryoshkaTopK, {"k": 3, "most": 3, "total": "count"}, per_sample.top_k),
     "matryoshka-1": (MatryoshkaTopK, {"k": 1, "most": 3}, per_sample.top_k),
+    "mixture-of-depths": (MixtureOfDepths, {}, per_sample.mixture_of_depths),
     "relu": (ReLURouting, {}, per_sample.relu),
     "threshold": (Threshold, {}, per_sample.threshold),
     "threshold-0.9": (Threshold, {"threshold": 0.9}, per_sample.threshold),
@@ -203,6 +205,53 @@ def test_matryoshka_draws_every_k_up_to_the_largest_in_training_and_keeps_the_be
     assert (weakest >= strongest_left).all()
 
 
+def test_mixture_of_depths_runs_the_share_of_the_highest_scores_in_training():
+    layer = make_layer(MixtureOfDepths, capacity=0.3).train()
+    hidden = torch.randn(50, 5, dtype=torch.float64)
+    out = layer(hidden)
+    assert (out.route.active.amax(-1).sum(0) == 15).all()  # in every layer, three tenths of the vectors
+    assert (out.route.active.amin(-1) == out.route.active.amax(-1)).all()  # all experts, or none
+    scores, runs = layer.router.gate_logits(0, hidden)[:, 0], out.route.active[:, 0, 0].bool()
+    assert scores[runs].min() > scores[~runs].max()
+
+
+def test_the_gate_of_mixture_of_depths_learns_to_predict_the_choice_from_the_vector_alone():
+    layer = make_layer(MixtureOfDepths, num_layers=1, capacity=0.25, prediction=1.0).train()
+    hidden = torch.randn(400, 5, dtype=torch.float64)
+    optimizer = torch.optim.Adam(layer.router.parameters(), lr=0.05)
+    before = layer.eval()(hidden).route.active[:, 0, 0].mean()
+    for _ in range(300):
+        optimizer.zero_grad()
+        layer.train()(hidden).loss.backward()
+        optimizer.step()
+    chosen = layer(hidden).route.active
+    predicted = layer.eval()(hidden).route.active
+    assert (before - 0.25).abs() > 0.1
+    assert (predicted != chosen).any(-1).float().mean() < 0.05
+
+
+def test_a_layer_that_every_vector_skips_gives_its_experts_a_zero_gradient():
+    layer = make_layer(MixtureOfDepths).eval()
+    with torch.no_grad():
+        layer.router.gates[0].weight.zero_()
+        layer.router.gates[0].bias.fill_(-30.0)
+    out = layer(torch.randn(30, 5, dtype=torch.float64))
+    for key, grad in gradients(layer.experts, out.hidden.square().sum()).items():
+        assert not grad[0].any(), key
+        assert grad[1:].any(), key
+
+
+def test_a_share_of_no_vectors_is_empty_and_of_one_is_that_one():
+    assert top_share(torch.zeros(0, 1), 0.5).shape == (0, 1)
+    assert top_share(torch.zeros(1, 1), 0.01).tolist() == [[True]]
+
+
+@pytest.mark.parametrize("options", [{"capacity": 0.0}, {"capacity": 1.5}, {"prediction": -1.0}])
+def test_impossible_options_of_mixture_of_depths_are_refused(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}=.*: must"):
+        routed_layer(MixtureOfDepths, 5, 2, 3, **options)
+
+
 def test_hash_routing_follows_the_layers_input_in_all_layers_and_learns_nothing():
     layer = routed_layer(HashRouting, 5, 3, 4, k=2).double()
     hidden = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
@@ -313,7 +362,7 @@ def test_rounds_of_a_chain_share_the_experts_of_their_layer():
     torch.testing.assert_close(layer(hidden).hidden, expected)
 
 
-@pytest.mark.parametrize("name", [*ROUTERS, "ada-k"])
+@pytest.mark.parametrize("name", [*(name for name in ROUTERS if name != "mixture-of-depths"), "ada-k"])
 def test_an_expert_that_no_sample_chose_gets_a_zero_gradient(name):
     cls, options, _ = ROUTERS.get(name, (AdaK, {}, None))
     options = options | ({"threshold": 0.5} if cls is Threshold else {})
