@@ -366,6 +366,13 @@ def run_step(layer: Any, hidden_nD: Tensor, active_nN: Tensor, weights_nN: Tenso
     return kernels.experts(layer, hidden_nD, active_nN.unsqueeze(1), weights_nN.unsqueeze(1), Stream.LAST)
 
 
+@torch.no_grad()
+def set_buffers(module: nn.Module, values: list[Tensor]) -> None:
+    """Give the buffers of a module these values."""
+    for buffer, value in zip(module.buffers(), values, strict=True):
+        buffer.copy_(value)
+
+
 class GridSteps:
     """One pass of rows through the grid, step by step: the caller may run something else between two layers.
 
@@ -379,17 +386,33 @@ class GridSteps:
     def __init__(self, layer: RoutedLayer, like_BD: Tensor, call: Call, plan: Choice | None = None) -> None:
         self.layer, self.plan, self.draws = layer, plan, Draws(call, like_BD)
         self.layers = kernels.unstacked(layer.experts, like_BD)
-        self.choices: list[Choice] = []
+        self.choices: dict[int, Choice] = {}  # by step
+        self.buffers: dict[int, list[Tensor]] | None = None  # of the router before each step, where steps may run again
 
     def update(self, step: int, hidden_BD: Tensor) -> Tensor:
         """The weighted sum of the experts of one step (B, D)."""
         router = self.layer.router
         if self.plan is None:
-            choice = router.route(step, hidden_BD, self.draws)
-            self.choices.append(choice)
+            choice = self.choose(step, hidden_BD)
         else:
             choice = Choice(self.plan.active[:, step], self.plan.weights[:, step])
         return self.layer.run_step(self.layers[step // router.num_rounds], hidden_BD, choice.active, choice.weights)
+
+    def choose(self, step: int, hidden_BD: Tensor) -> Choice:
+        """The router's choice for a step; one that is computed again, for its gradient, is the same and changes no buffer."""
+        router = self.layer.router
+        if self.buffers is None:
+            self.choices[step] = router.route(step, hidden_BD, self.draws)
+            return self.choices[step]
+        present = [buffer.clone() for buffer in router.buffers()]
+        if step not in self.choices:
+            self.buffers[step] = present
+            self.choices[step] = router.route(step, hidden_BD, self.draws)
+            return self.choices[step]
+        set_buffers(router, self.buffers[step])
+        choice = router.route(step, hidden_BD, self.draws)
+        set_buffers(router, present)
+        return choice
 
     def update_layer(self, number: int, hidden_BD: Tensor) -> Tensor:
         """What a layer of the grid adds to its input (B, D); where it runs in several rounds, each adds to the next's input."""
@@ -405,10 +428,11 @@ class GridSteps:
         if self.plan is not None:
             check_followed(self.draws.route, self.plan.active, name)
             return self.plan.route or unordered_route(self.plan.active), self.plan.loss, None
-        route = unordered_route(torch.stack([choice.active for choice in self.choices], 1))
+        choices = list(self.choices.values())
+        route = unordered_route(torch.stack([choice.active for choice in choices], 1))
         check_followed(self.draws.route, route.active, name)
-        losses = [choice.loss for choice in self.choices if choice.loss is not None]
-        decisions = [choice.decision for choice in self.choices if choice.decision is not None]
+        losses = [choice.loss for choice in choices if choice.loss is not None]
+        decisions = [choice.decision for choice in choices if choice.decision is not None]
         policy_loss_fn = partial(self.layer.router.policy_loss, decisions, route.num_active) if decisions else None
         return route, torch.stack(losses).sum() if losses else None, policy_loss_fn
 

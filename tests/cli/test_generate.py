@@ -44,6 +44,14 @@ def test_a_seed_and_its_options_decide_the_text(files, capsys):
     assert len(generated(capsys, model, "", "--length", 3)["experts"]) == 3
 
 
+def test_drafts_leave_the_likeliest_text_as_it_is(files, capsys):
+    words = (files / "mre.safetensors", "Once", "--length", 20, "--temperature", 0)
+    expected = generated(capsys, *words)
+    assert generated(capsys, *words, "--draft-experts", 1, "--draft-tokens", 3) == expected
+    assert main(["generate", *map(str, words), "--draft-experts", "-1"]) == 2
+    assert capsys.readouterr().err == "raytraced: draft_experts=-1: must not be negative\n"
+
+
 def test_the_text_is_that_of_the_model(files, capsys):
     model = raytraced.load(files / "mre.safetensors")
     text, generator = list(b"Once"), torch.Generator().manual_seed(5)

@@ -6,8 +6,9 @@ from torch.nn.functional import cross_entropy
 
 import raytraced
 from raytraced.cost import num_parameters, sample_cost
-from raytraced.models.gpt import Attention, KVCache, draw_token, rotate
+from raytraced.models.gpt import Attention, KVCache, rotate
 from raytraced.models.registry import MODELS
+from raytraced.models.sampling import draw_token
 
 SMALL = {"dim": 16, "hidden": 8, "num_experts": 3, "depth": 2, "num_heads": 2, "context": 12}
 ROUTERS = [name for name, info in MODELS.items() if info.model is None]

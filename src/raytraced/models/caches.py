@@ -33,6 +33,11 @@ class KVCache:
         self.blocks[block] = keys, values
         return keys, values
 
+    def crop(self, length: int) -> None:
+        """Forget all tokens but the first `length`."""
+        for block, (keys, values) in self.blocks.items():
+            self.blocks[block] = keys[:, :, :length], values[:, :, :length]
+
 
 class TextCaches:
     """The caches of several texts of different lengths, for one new token of each.
@@ -62,6 +67,40 @@ class TextCaches:
         for cache, queries, new_keys, new_values in parts:
             keys, values = cache.update(new_keys, new_values, block)
             mixed.append(scaled_dot_product_attention(queries.clone(), keys, values))
+        return torch.cat(mixed)
+
+
+class NextTokens(TextCaches):
+    """The cache of one text for several next tokens of it, each computed as if it alone had followed those before it.
+
+    The tokens take the place of texts (B = number of tokens, T = 1): what PyTorch computes for a token is then, bit for bit,
+    what it computes where tokens are read one by one, which a pass over several tokens of a text does not promise.
+
+    Args:
+        cache: The cache of the text, which holds (1, H, S, E).
+        num_tokens: How many tokens follow.
+    """
+
+    def __init__(self, cache: KVCache, num_tokens: int) -> None:
+        super().__init__([cache] * num_tokens)
+        self.start = cache.get_seq_length()
+
+    def get_seq_length(self) -> int:
+        """How many tokens stand before the last one."""
+        return self.start + len(self.caches) - 1
+
+    def positions(self, device: torch.device) -> Tensor:
+        """The position of each token (B, 1)."""
+        return torch.arange(self.start, self.start + len(self.caches), device=device)[:, None]
+
+    def attend(self, queries_BHTE: Tensor, keys_BHTE: Tensor, values_BHTE: Tensor, block: int) -> Tensor:
+        """Append all tokens, and mix for each of them the values of the tokens up to it (B, H, 1, E)."""
+        new_keys, new_values = (new_BHTE.transpose(0, 2) for new_BHTE in (keys_BHTE, values_BHTE))
+        keys, values = self.caches[0].update(new_keys, new_values, block)
+        mixed = []
+        for number, queries in enumerate(queries_BHTE.split(1)):
+            end = self.start + number + 1
+            mixed.append(scaled_dot_product_attention(queries.clone(), keys[:, :, :end], values[:, :, :end]))
         return torch.cat(mixed)
 
 

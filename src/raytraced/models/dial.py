@@ -47,6 +47,17 @@ def find_stop(name: str, dial: dict[str, Any], experts: float | None, effort: fl
     return float(rows[-1]["stop"])
 
 
+def effort_at(dial: dict[str, Any], stop: float) -> float:
+    """The share of the full cost that a model spends at a value of `stop`, interpolated between the rows of its table."""
+    rows = dial["rows"]
+    efforts = [row["macs"] / rows[-1]["macs"] for row in rows]
+    for row, after, low, high in zip(rows, rows[1:], efforts, efforts[1:], strict=False):
+        if stop >= after["stop"]:
+            share = math.log(row["stop"] / min(stop, row["stop"])) / math.log(row["stop"] / after["stop"])
+            return float(low + share * (high - low))
+    return float(efforts[-1])
+
+
 def check_dial(dial: dict[str, Any]) -> None:
     """Refuse a table of budgets that is none: rows of positive, finite numbers whose experts increase."""
     rows = dial.get("rows")

@@ -6,11 +6,12 @@ head, V vocabulary size, R width of what the router reads, L blocks, N experts p
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from raytraced import kernels
 from raytraced.errors import require, require_one_of
@@ -21,13 +22,16 @@ from raytraced.layer import (
     GridSteps,
     LayerOutput,
     RoutedLayer,
+    Router,
     flat_stop,
     shape_route,
     spread_route,
 )
 from raytraced.models.caches import KVCache, TextCaches, multiply_apart
+from raytraced.models.drafting import Drafting, generate_drafted
 from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost, num_parameters
 from raytraced.models.paths import Paths, PathTables, choose_rows, describe_paths, within_bytes
+from raytraced.models.sampling import Drawn, draw_token
 from raytraced.replay import flat_route, keep_route_rows
 from raytraced.sequence import StopPerRow
 from raytraced.store.budget import ByteBudget
@@ -39,14 +43,6 @@ PolicyLossFn = Callable[[Tensor], Tensor]
 
 ROUTING_DIM = 16  # default width of a routing embedding
 BASE = 10_000.0  # of the rotary wavelengths
-
-
-class Drawn(NamedTuple):
-    """A token drawn for each text, how many experts ran for its logits, and, where it is known, its own path."""
-
-    tokens: Tensor  # (B,)
-    num_experts: Tensor  # (B,), all blocks together
-    paths: Paths | None = None  # (B, …), of the tokens drawn: which experts will run when these are read
 
 
 def rotate(heads_BHTE: Tensor, positions: Tensor) -> Tensor:
@@ -152,6 +148,16 @@ class ExpertPass:
         flat = values.flatten(0, 1)
         return flat if self.kept_n is None else flat[self.kept_n]
 
+    def prepare(self, x_BTD: Tensor) -> bool:
+        """Make ready for blocks that run twice; False for a first block whose vectors may decide on all blocks."""
+        asks_first = type(self.layer.router).plan is not Router.plan
+        if self.steps is None and (self.plan is not None or not asks_first):
+            x_nD = self.flat(x_BTD)
+            plan = self.plan or self.layer.router.plan(x_nD, self.call)  # refuses options that the router does not have
+            self.steps = GridSteps(self.layer, x_nD, self.call, plan)
+            self.steps.buffers = {}
+        return self.steps is not None
+
     def update(self, block: int, hidden_BTD: Tensor) -> Tensor:
         """What the experts of a block add (B, T, D), given its normalised vectors."""
         hidden_nD = self.flat(hidden_BTD)
@@ -205,6 +211,8 @@ class GPT(Model):
         routing_dim: Width of the routing embedding. Default: 16.
     """
 
+    gradient_checkpointing: bool = False
+    """whether blocks are computed again in the backward pass of training, which takes more time and less memory"""
     layer_defaults: ClassVar = {"dim": 96, "hidden": 192, "num_hidden": 1, "weighting": "rates", "input_rank": 16}
 
     def __init__(
@@ -294,11 +302,23 @@ class GPT(Model):
             experts.plan = within_bytes(experts.plan, experts.flat(texts_BT), read_budgets)
         with self.reading(experts.plan):
             for number, block in enumerate(self.blocks):
-                x_BTD = block(x_BTD, positions, mask_BTS, cache, number, experts)
+                arguments = (x_BTD, positions, mask_BTS, cache, number, experts)
+                if self.recomputes(cache) and experts.prepare(x_BTD):
+                    # Not re-entrant: the router's losses leave the block by `experts`, not by its output.
+                    x_BTD = checkpoint(block, *arguments, use_reentrant=False)
+                else:
+                    x_BTD = block(*arguments)
         last_BTD, weight_VD = self.norm(x_BTD), self.embedding.weight
         multiply = multiply_apart if isinstance(cache, TextCaches) else linear
         logits_BTV = multiply(last_BTD, weight_VD)
         return gathered(logits_BTV, [experts.output(x_BTD)], sample_loss_fn)
+
+    def recomputes(self, cache: KVCache | TextCaches | None) -> bool:
+        """Whether blocks run a second time in the backward pass, in place of keeping what they computed."""
+        asked = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        rule = "leave it out with gradient_checkpointing: a block that runs twice would fill it twice"
+        require(not asked or cache is None, "cache", type(cache).__name__, rule)
+        return asked
 
     def reading(self, plan: Choice | None) -> AbstractContextManager[None]:
         """While the blocks run, experts that are in a store are read ahead of the blocks that need them."""
@@ -485,6 +505,8 @@ class GPT(Model):
         generator: torch.Generator | None = None,
         cached: bool = True,
         max_bytes: int | None = None,
+        draft_experts: int | None = None,
+        draft_tokens: int = 4,
     ) -> Iterator[Drawn]:
         """Continue texts, token by token.
 
@@ -503,6 +525,10 @@ class GPT(Model):
             cached: Whether to keep keys and values; False computes every window from the start, with the same result.
             max_bytes: Of a store: the most bytes that a token may read; its experts of higher rank are left out where they
                 are not in memory. The same number gives the same text. Default: no limit.
+            draft_experts: Draft tokens with at most this many experts each, and check several in one pass with the full
+                budget (speculative decoding), for one text. With temperature 0 the text is the same as without drafts; else
+                it has the same distribution, but a seed gives another text. Default: no drafts.
+            draft_tokens: How many tokens are drafted before each check.
 
         Yields:
             Drawn with `tokens` (B,), `num_experts` (B,), and `paths` of these tokens where the token alone decides.
@@ -514,6 +540,12 @@ class GPT(Model):
         call = Call("greedy", max_experts, stop=flat_stop(stop, prompt.shape[:1]))
         text_BT, cache, start = prompt, KVCache(), 0
         self.check(prompt, None, None)
+        if draft_experts is not None:
+            for option, other in (("max_bytes", max_bytes), ("cached", None if cached else cached)):
+                require(other is None, option, other, "must be left out with draft_experts")
+            drafting = Drafting(draft_experts, draft_tokens, temperature, top_p, max_experts, stop, generator)
+            yield from generate_drafted(self, prompt, num_tokens, drafting)
+            return
         own: dict[str, Any] = {} if max_bytes is None else {"max_bytes": max_bytes}
         ahead: ReadPlan | None = None
         try:
@@ -563,20 +595,3 @@ def causal_mask(positions_T: Tensor, start: int, mask_BS: Tensor | None) -> Tens
     # Padding attends to itself: a row of scores without any entry would be NaN.
     diagonal_1TS = causal_1TS & ~causal_1TS.tril(start - 1)
     return (causal_1TS & mask_BS[:, None]) | diagonal_1TS
-
-
-def draw_token(logits_BV: Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:
-    """One token per row (B,), from the likeliest tokens whose probabilities sum to top_p; temperature 0: the likeliest."""
-    if temperature == 0:
-        return logits_BV.argmax(-1)
-    kept_BV, order_BV = kept_probabilities(logits_BV, temperature, top_p)
-    drawn_B1 = torch.multinomial(kept_BV, 1, generator=generator)
-    return order_BV.gather(-1, drawn_B1)[:, 0]
-
-
-def kept_probabilities(logits_BV: Tensor, temperature: float | Tensor, top_p: float | Tensor) -> tuple[Tensor, Tensor]:
-    """The probabilities from which a token is drawn, the likeliest first and 0 beyond top_p (B, V), and whose they are."""
-    logits_BV = logits_BV.double() - logits_BV.amax(-1, keepdim=True)  # at most 0: no temperature is too small for that
-    probs_BV, order_BV = (logits_BV / temperature).softmax(-1).sort(stable=True, descending=True)
-    before_BV = probs_BV.cumsum(-1) - probs_BV
-    return probs_BV * (before_BV < top_p), order_BV
