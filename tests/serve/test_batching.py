@@ -1,15 +1,21 @@
 """Deadlines count from a request's arrival, and steps of other requests do not delay it."""
 
 import asyncio
+import random
+import socket
 from time import perf_counter
 
 import pytest
+import torch
 
 from raytraced.serve import batching
-from raytraced.serve.admission import Admission
+from raytraced.serve.admission import Admission, ServiceTimes
 from raytraced.serve.answering import Query
 from raytraced.serve.batching import Worker
+from raytraced.serve.budgets import Budget
+from raytraced.serve.clock import TimedLoop
 from raytraced.serve.limits import Limits, RefusedError
+from raytraced.serve.lowering import lower_efforts
 from raytraced.serve.metrics import Metrics
 from raytraced.serve.middleware import Gate, Traffic
 from serve.conftest import some_images
@@ -60,11 +66,97 @@ def test_requests_that_come_together_are_all_stamped_before_one_is_read():
 def test_requests_with_a_deadline_are_refused_where_it_would_be_missed():
     admission = Admission()
     admission.check(1e-6, num_others=0)  # an idle server answers whatever the deadline
-    admission.observe(0.004, num_others=1)
+    for _ in range(50):
+        admission.observe(0.004, num_others=1)
     admission.check(0.05, num_others=5)
     with pytest.raises(RefusedError, match="max_ms=50: 40 requests are in progress") as refused:
         admission.check(0.05, num_others=40)
     assert (refused.value.status_code, refused.value.headers["Retry-After"]) == (429, "1")
+    with pytest.raises(RefusedError):  # most of the time is over already
+        admission.check(0.05, num_others=5, elapsed=0.045)
+    with pytest.raises(RefusedError):  # others are computed before
+        admission.check(0.05, num_others=5, ahead=0.045)
     for _ in range(200):
         admission.observe(0.004, num_others=39)
     admission.check(0.05, num_others=40)  # it was faster than expected
+
+
+@pytest.mark.parametrize("noise", [0.002, 0.01])
+def test_99_of_100_admitted_requests_are_answered_in_time_whatever_the_noise(noise):
+    rng, admission, late = random.Random(0), Admission(), list[bool]()
+    num_refused = 0
+    for _ in range(20_000):
+        num_others, ahead = rng.randrange(40), 0.001 * rng.randrange(20)
+        seconds = 0.001 * (num_others + 1) + ahead + rng.expovariate(1 / noise)
+        try:
+            admission.check(0.1, num_others, ahead=ahead)
+        except RefusedError:
+            num_refused += 1
+            continue
+        admission.observe(seconds, num_others, ahead)
+        late.append(seconds > 0.1)
+    assert sum(late[1000:]) < 0.01 * len(late[1000:])
+    assert num_refused < 0.9 * 20_000
+
+
+def test_a_deadline_counts_from_when_the_loop_last_looked():
+    loop = TimedLoop()
+
+    async def receive():
+        reader, writer = socket.socketpair()
+        found = loop.create_future()
+
+        def read():
+            loop.remove_reader(reader)
+            found.set_result(loop.clock.earliest)
+
+        loop.add_reader(reader, read)
+        await asyncio.sleep(0.01)
+        sent = perf_counter()
+        writer.send(b"x")
+        while perf_counter() < sent + 0.02:  # a computation, during which the byte waits
+            pass
+        earliest = await found
+        reader.close()
+        writer.close()
+        return sent, earliest, perf_counter()
+
+    try:
+        sent, earliest, after = loop.run_until_complete(receive())
+    finally:
+        loop.close()
+    assert earliest <= sent < after - 0.015
+
+
+ROWS = [
+    {"stop": 1.0, "experts": 2.0, "macs": 20.0, "loss": 0.5},
+    {"stop": 0.25, "experts": 4.0, "macs": 30.0, "loss": 0.2},
+    {"stop": 0.0625, "experts": 6.0, "macs": 40.0, "loss": 0.1},
+]
+FLAT = [row | {"loss": 0.1 + row["loss"] / 100} for row in ROWS]
+
+
+def waiting_query(served, rows, lowest, deadline):
+    budget = Budget({"rows": rows}, 1.0, 0.0625, lowest)
+    return Query(served, torch.zeros(1), lambda _: None, budget=budget, deadline=deadline, direct=True)
+
+
+def test_the_cheapest_loss_is_lowered_first_and_no_more_than_needed(models):
+    served, other = models[:2]
+    times = ServiceTimes()
+    for one in (served, other):
+        times.seconds[one.name, False] = 0.010
+
+    def efforts(late, lowest=0.5):
+        queries = [waiting_query(served, ROWS, lowest, 99.999), waiting_query(other, FLAT, lowest, 99.999)]
+        queries.append(waiting_query(served, ROWS, 1.0, 100.0))  # allows no other effort
+        start = 100.0 + late - 0.030
+        assert lower_efforts(queries, start, times, 0.0) == (late > 0 and lowest < 1)
+        return [query.budget.effort for query in queries]
+
+    assert efforts(-1.0) == [1.0, 1.0, 1.0]
+    assert efforts(0.002) == [1.0, 0.75, 1.0]  # the other model loses less
+    assert efforts(0.004) == [1.0, 0.5, 1.0]
+    assert efforts(0.006) == [0.75, 0.5, 1.0]
+    assert efforts(1.0) == [0.5, 0.5, 1.0]  # too late in any case
+    assert efforts(0.002, lowest=1.0) == [1.0, 1.0, 1.0]

@@ -243,7 +243,7 @@ def test_mistakes_are_triton_s_own_errors(triton_client, address):
         (lambda: infer(model="mre-mnis"), "there is no such model; did you mean mre-mnist"),
         (lambda: infer(model="gpt-mre"), "model=gpt-mre: takes text, not images"),
         (lambda: infer(parameters={"max_experts": -1}), "max_experts=-1: must be greater than or equal to 0"),
-        (lambda: infer(parameters={"experts": 1}), "experts: is not a field"),
+        (lambda: infer(parameters={"expert": 1}), "expert: is not a field"),
         (lambda: infer(outputs=[triton.InferRequestedOutput("logits")]), "logits is not an output"),
     ):
         with pytest.raises(InferenceServerException, match=words):

@@ -28,6 +28,7 @@ def serve(
     max_body: int = 2_000_000,
     max_pixels: int = 1 << 24,
     max_connections: int = 512,
+    adaptive: bool = False,
     memory: str | None = None,
     weights: Literal["last", "best"] = "last",
     runs_dir: str = "runs",
@@ -44,6 +45,7 @@ def serve(
         max_body: Largest body of a request, in bytes.
         max_pixels: Largest number of pixels of all image files of a request.
         max_connections: Largest number of open connections.
+        adaptive: Lower the effort of requests that state it as a range where deadlines would be missed otherwise.
     """
     require(0 <= port <= 65535, "port", port, "must lie in 0 … 65535")
     check_threads(threads)
@@ -71,7 +73,7 @@ def serve(
             raise ValueError(f"{printable(doubled[0])}: two models have this name; rename a folder or file")
         limits = Limits(body=max_body, pixels=max_pixels, connections=max_connections)
         names = allowed_names(host, [name.strip() for name in hosts.split(",") if name.strip()])
-        server = Server(served, limits, names, api_key, max_open_files())
+        server = Server(served, limits, names, api_key, max_open_files(), adaptive)
         address = f"[{host}]" if ":" in host else host
         where = f"http://{address}:{listening.getsockname()[1]}/"
         print(f"{printable(', '.join(known))}: {where} (Ctrl-C stops the server)", flush=True)

@@ -1,37 +1,100 @@
-"""Which requests with a deadline are accepted: those whose first answer can be expected in time."""
+"""Which requests with a deadline are accepted: those whose answer can be expected in time, 99 of 100."""
 
+from collections import defaultdict
+
+from raytraced.serve.answering import Query
 from raytraced.serve.limits import RefusedError
 
-SHARE = 0.05  # of the newest measurement in the running mean
-SAFETY = 2.0  # 99 of 100 answers take less than so many times the mean
+SHARE = 0.05  # of the newest measurement in a running mean
+PERCENTILE = 0.995  # half of the misses that are allowed: what happens behind the server's door is not measured
+MISS = 0.002  # seconds by which a miss raises the margin
+AFTER_REFUSAL = 0.1  # a refused request, of which nothing is known, lowers the margin by so much of what a success does
+
+
+class Percentile:
+    """Follows a percentile of a series: a larger value raises the estimate by a step, a smaller one lowers it a little."""
+
+    def __init__(self, share: float, step: float) -> None:
+        self.share, self.step, self.value = share, step, 0.0
+
+    def add(self, value: float) -> None:
+        """Take one value of the series."""
+        if value > self.value:
+            self.value += self.step * self.share
+        else:
+            self.relax(1.0)
+
+    def relax(self, share: float) -> None:
+        """Lower the estimate by a part of what a smaller value does."""
+        self.value = max(0.0, self.value - share * self.step * (1 - self.share))
+
+
+class ServiceTimes:
+    """The measured seconds of computation per input, by model and by whether it answers at exits."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[tuple[str, bool], float] = defaultdict(float)
+        self.step_seconds: defaultdict[str, float] = defaultdict(float)  # of a step of a model's texts
+
+    def observe(self, query: Query, seconds: float) -> None:
+        """Take the seconds that one input took, at its effort."""
+        key, newest = (query.served.name, query.at_exits), seconds / query.effort
+        self.seconds[key] = running_mean(self.seconds[key], newest)
+
+    def expect(self, query: Query, least: bool = False) -> float:
+        """The seconds that an input will take at its effort, or at the least that its request allows; 0 if not measured."""
+        effort = query.budget.least if least and query.budget is not None else query.effort
+        return effort * self.seconds.get((query.served.name, query.at_exits), 0.0)
+
+    def observe_step(self, name: str, seconds: float) -> None:
+        """Take the seconds of one step of a model's texts."""
+        self.step_seconds[name] = running_mean(self.step_seconds[name], seconds)
 
 
 class Admission:
-    """Expects the time to a first answer from the number of requests in progress.
+    """Expects the time to an answer: the work that is ahead of it, and the handling of all requests in progress.
 
-    With a single processor this time grows in proportion to the requests that share it; the factor is measured.
+    How much longer answers take is followed at a percentile, so that the margin fits the machine and its other load.
     """
 
     def __init__(self) -> None:
-        self.seconds_per_request = 0.0
+        self.handling_seconds = 0.0  # per request in progress: to read it, and to send its answer
+        self.margin = Percentile(PERCENTILE, MISS)
+        self.reply = Percentile(PERCENTILE, MISS / 4)  # from an answer to the moment at which it is sent
+        self.times = ServiceTimes()
 
-    def check(self, max_seconds: float, num_others: int) -> None:
+    def expect(self, ahead: float, num_others: int) -> float:
+        """The mean of the seconds from now to an answer.
+
+        Args:
+            ahead: Seconds of computation that come before the answer, its own included.
+            num_others: Other requests in progress.
+        """
+        return ahead + self.handling_seconds * (num_others + 1)
+
+    def check(self, max_seconds: float, num_others: int, elapsed: float = 0.0, ahead: float = 0.0) -> None:
         """Refuse a request whose deadline would probably be missed; an idle server refuses none.
 
         Args:
             max_seconds: The time within which an answer is due.
             num_others: Other requests in progress.
+            elapsed: Seconds since the request arrived.
+            ahead: Seconds of computation that come before the answer, its own included.
         """
-        expected = SAFETY * self.seconds_per_request * (num_others + 1)
+        expected = elapsed + self.expect(ahead, num_others) + self.margin.value
         if num_others and expected > max_seconds:
-            rule = f"{num_others} requests are in progress, an answer takes about {1000 * expected:.0f} ms"
+            self.margin.relax(AFTER_REFUSAL)
+            rule = f"{num_others} requests are in progress, an answer takes up to {1000 * expected:.0f} ms"
             raise RefusedError(
                 429, "deadline", f"max_ms={1000 * max_seconds:g}: {rule}; try again later, or allow more"
             )
 
-    def observe(self, seconds: float, num_others: int) -> None:
-        """Take one measurement: the time to a first answer, and how many other requests were in progress."""
-        newest = seconds / (num_others + 1)
-        if not self.seconds_per_request:
-            self.seconds_per_request = newest
-        self.seconds_per_request += SHARE * (newest - self.seconds_per_request)
+    def observe(self, seconds: float, num_others: int, ahead: float = 0.0) -> None:
+        """Take one measurement: the time from the check to an answer, and what the check knew."""
+        self.margin.add(seconds - self.expect(ahead, num_others))
+        self.handling_seconds = running_mean(self.handling_seconds, max(0.0, seconds - ahead) / (num_others + 1))
+
+
+def running_mean(mean: float, newest: float) -> float:
+    """The mean with one more value; the first value is the mean."""
+    return mean + SHARE * (newest - mean) if mean else newest

@@ -15,6 +15,7 @@ from raytraced.cost import sample_cost
 from raytraced.early_exit import ExitEvery, ExitPolicy, Walk, confidences
 from raytraced.errors import require
 from raytraced.models.output import Output
+from raytraced.serve.budgets import Budget
 from raytraced.serve.generation import Sampling, check_finite
 from raytraced.serve.models import Served
 
@@ -32,6 +33,7 @@ class Query:
     select: str | None = None
     seed: int = 0
     max_experts: int | None = None
+    budget: Budget | None = None
     confidence: float | None = None
     exit_every: ExitEvery = "expert"
     deadline: float | None = None
@@ -41,8 +43,14 @@ class Query:
     """for text to be generated, see text_batch.py"""
     cancelled: bool = False
     """the client has gone"""
+    direct: bool = False
+    """whether the answer at the end is computed at once: its time is known, and it fits before the deadline"""
+    seconds: float = 0.0
+    """of computation so far"""
     first_answer: float | None = None
     """when the answer at the first exit was ready"""
+    delivered: float = 0.0
+    """when the last answer was ready"""
     due: float = field(default_factory=lambda: perf_counter() + PATIENCE)
 
     def __post_init__(self) -> None:
@@ -62,7 +70,33 @@ class Query:
         if self.num_rows == 1:
             return (id(self),)
         draws = (self.select, self.seed) if self.select == "sample" else ()
-        return (self.served.name, self.exits_early, *draws, None if self.exits_early else self.max_experts)
+        max_experts = None if self.at_exits else self.max_experts
+        return (self.served.name, self.at_exits, *draws, max_experts, self.stop)
+
+    @property
+    def at_exits(self) -> bool:
+        """Whether the answer is one of those at exits."""
+        return self.exits_early and not self.direct
+
+    @property
+    def may_be_direct(self) -> bool:
+        """Whether only a deadline asks for answers at exits, and the request says what the answer may cost."""
+        threshold = self.confidence is not None or self.served.model.own_confidence is not None
+        return self.budget is not None and self.deadline is not None and not self.all_exits and not threshold
+
+    @property
+    def effort(self) -> float:
+        """The share of the model's full cost; 1 where no budget is stated."""
+        return 1.0 if self.budget is None else self.budget.effort
+
+    @property
+    def stop(self) -> float | None:
+        """How much the output node's rate counts; None: as in training."""
+        return None if self.budget is None else self.budget.stop
+
+    def effort_field(self) -> AnswerFields:
+        """The effort of an answer, where a budget was stated."""
+        return {} if self.budget is None else {"effort": round(self.budget.effort, 4)}
 
     @property
     def num_rows(self) -> int:
@@ -82,16 +116,17 @@ Delivery = tuple[Query, AnswerFields | Exception, bool]
 
 def answer_queries(queries: list[Query]) -> Iterator[list[Delivery]]:
     """Answer queries with a common key; each step gives what is to be delivered."""
-    return answer_at_exits(queries) if queries[0].exits_early else answer_at_end(queries)
+    return answer_at_exits(queries) if queries[0].at_exits else answer_at_end(queries)
 
 
 def draw_options(queries: list[Query]) -> dict[str, Any]:
-    """How experts are chosen: each row draws as the first of a batch, so that an answer depends on its input and seed only."""
+    """How experts are chosen, and how many: each row draws as the first of a batch, so that only its input and seed matter."""
     first = queries[0]
     if first.select != "sample":
-        return {"select": first.select}
+        return {"select": first.select, "stop": first.stop}
     rows_n = torch.zeros(len(queries), dtype=torch.int64)
-    return {"select": "sample", "generator": torch.Generator().manual_seed(first.seed), "rows": rows_n}
+    generator = torch.Generator().manual_seed(first.seed)
+    return {"select": "sample", "generator": generator, "rows": rows_n, "stop": first.stop}
 
 
 def answer_at_end(queries: list[Query]) -> Iterator[list[Delivery]]:
@@ -100,6 +135,8 @@ def answer_at_end(queries: list[Query]) -> Iterator[list[Delivery]]:
     out = first.served.run(inputs, first.max_experts, **draw_options(queries))
     answers = describe(first.served, inputs, out, [False] * len(queries))
     for query, answer, num in zip(queries, answers, most_experts(out, len(queries)), strict=True):
+        query.first_answer = perf_counter()
+        answer |= query.effort_field()
         answer["stop"] = "budget" if query.max_experts is not None and num >= query.max_experts else "end"
     yield [(query, answer, True) for query, answer in zip(queries, answers, strict=True)]
 
@@ -127,6 +164,7 @@ def answer_at_exits(queries: list[Query]) -> Iterator[list[Delivery]]:
         if sent or served.codec:
             counted = out._replace(num_exits=torch.full((len(queries),), step.number + 1))
             answers = describe(served, inputs, counted, [query.all_exits for query in queries])
+            answers = [answer | query.effort_field() for query, answer in zip(queries, answers, strict=True)]
         if served.codec:  # each answer to a text is computed from the start, so that its cost is added to those before
             answers[0]["macs"] += macs_before
             macs_before = answers[0]["macs"]
@@ -205,7 +243,7 @@ def check_options(served: Served, options: dict[str, Any]) -> None:
     if served.model.answers_along_the_way:
         return
     rule = f"has no effect on {served.name}, which has no budget; leave it out"
-    rules = {"select": rule, "max_experts": rule}
+    rules = dict.fromkeys(("select", "max_experts", "experts", "effort"), rule)
     if served.codec:
         rule = f"has no effect on {served.name}, which has one answer only; leave it out"
         rules |= dict.fromkeys(("confidence", "max_ms", "trace", "stream"), rule)

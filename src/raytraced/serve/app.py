@@ -63,6 +63,7 @@ class Server:
         hosts: The names that the server may be called by.
         api_key: The key that requests must state; None for no key.
         max_files: The number of files that the process may open.
+        adaptive: Whether efforts are lowered where deadlines would be missed.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class Server:
         hosts: Sequence[str] = LOOPBACK,
         api_key: bytes | None = None,
         max_files: int | None = None,
+        adaptive: bool = False,
     ) -> None:
-        self.engine = Engine(models, limits or Limits())
+        self.engine = Engine(models, limits or Limits(), adaptive)
         self.models, self.limits, self.traffic = self.engine.models, self.engine.limits, self.engine.traffic
         self.page = FrontPage(models)
         self.connections = Connections(self.limits, max_files)
@@ -152,7 +154,7 @@ class Server:
         return uvicorn.Config(
             self.app,
             http=self.connections.protocol,  # type: ignore[arg-type]  # called as the class would be
-            loop="asyncio",
+            loop="raytraced.serve.clock:TimedLoop",
             ws="none",
             lifespan="on",
             log_config=None,
@@ -188,11 +190,13 @@ class Server:
         return json_response({"model": options["served"].name, "answers": answers})
 
     async def predict(self, request: Request, body: PredictRequest) -> Response:
+        self.engine.check_deadline(request.scope["arrived"], body.max_ms)
         served, inputs = await self.read_inputs(body)
         options = self.engine.classify_options(body, served)
         return await self.collect(request.scope["arrived"], inputs, body.trace, **options)
 
     async def upload(self, request: Request, body: Annotated[UploadRequest, Form()]) -> Response:
+        self.engine.check_deadline(request.scope["arrived"], body.max_ms)
         served = choose_model(body.model, False, self.models)
         options = self.engine.classify_options(body, served)
         files = {f"files[{number}]": await file.read() for number, file in enumerate(body.files)}

@@ -16,13 +16,16 @@ from typing import Any
 
 import torch
 
+from raytraced.serve.admission import Admission
 from raytraced.serve.answering import Delivery, Query, answer_queries
 from raytraced.serve.generation import NotFiniteError
+from raytraced.serve.lowering import lower_efforts, lower_text
 from raytraced.serve.metrics import Metrics
 from raytraced.serve.text_batch import TextBatch
 
 SENDING = 0.001  # seconds before a deadline at which an answer should leave
 TURN = 0.01  # at most so many seconds of steps, then requests arrive and answers leave
+SLOWER = 1.5  # an answer is computed at once where it fits before its deadline, were it to take so many times as long
 PASSES = 5  # passes of the event loop that a request takes to get here, or an answer to leave
 
 
@@ -48,10 +51,13 @@ class Worker:
 
     Args:
         metrics: Where answers are counted.
+        admission: What is known about times.
+        adaptive: Whether efforts are lowered where deadlines would be missed.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
-        self.metrics = metrics
+    def __init__(self, metrics: Metrics, admission: Admission | None = None, adaptive: bool = False) -> None:
+        self.metrics, self.admission, self.adaptive = metrics, admission or Admission(), adaptive
+        self.times, self.is_planned = self.admission.times, True
         self.waiting: dict[tuple[Any, ...], list[tuple[float, int, Query]]] = {}  # by key, the most urgent first
         self.running: list[Job] = []
         self.texts: dict[str, TextBatch] = {}  # by model
@@ -59,13 +65,55 @@ class Worker:
 
     def submit(self, queries: list[Query]) -> None:
         """Queue queries."""
+        self.is_planned = False
         for query in queries:
             if query.sampling is not None:
                 name = query.served.name
+                if self.adaptive:
+                    lower_text(query, self.times.step_seconds[name])
                 self.texts.setdefault(name, TextBatch(query.served, self.metrics)).add(query)
                 continue
-            heapq.heappush(self.waiting.setdefault(query.key, []), (query.due, next(self.number), query))
+            query.direct = query.may_be_direct and self.fits(query)
+            self.push(query)
         self.submitted.set()
+
+    def push(self, query: Query) -> None:
+        """Let a query wait with those that may share a call with it."""
+        heapq.heappush(self.waiting.setdefault(query.key, []), (query.due, next(self.number), query))
+
+    def fits(self, query: Query, num_before: int = 0) -> bool:
+        """Whether an answer at the end is expected before the deadline, computed with so many others; False if not known."""
+        assert query.deadline is not None
+        name, measured = query.served.name, self.times.seconds
+        seconds = measured.get((name, False)) or measured.get((name, True), 0.0)  # all exits take longer than the end
+        return 0 < SLOWER * query.effort * seconds * (num_before + 1) < query.deadline - perf_counter()
+
+    def seconds_ahead(self, queries: list[Query]) -> float:
+        """The computation that comes before the answers to some queries that are due at the same time, their own included.
+
+        Where efforts may be lowered, it is that of the least efforts.
+        """
+        due, waiting = queries[0].due, self.waiting_queries()
+        ahead = [query for query in waiting if query.due <= due] + queries
+        ahead += [query for job in self.running if job.due <= due for query in job.queries]
+        steps = [self.times.step_seconds[name] for name, batch in self.texts.items() if batch.texts]
+        return sum(self.times.expect(query, self.adaptive) for query in ahead) + sum(steps)
+
+    def waiting_queries(self) -> list[Query]:
+        """The queries that wait, in any order."""
+        return [query for heap in self.waiting.values() for _, _, query in heap if not query.cancelled]
+
+    def lower_efforts(self) -> None:
+        """Lower the efforts of waiting queries where deadlines would be missed."""
+        self.is_planned = True
+        start = perf_counter() + sum(self.times.expect(query) for job in self.running for query in job.queries)
+        start += self.admission.reply.value
+        waiting = self.waiting_queries()
+        if lower_efforts(waiting, start, self.times, self.admission.handling_seconds):
+            self.waiting = {}
+            for query in waiting:
+                query.direct = query.may_be_direct and self.fits(query)
+                self.push(query)
 
     async def work(self) -> None:
         """Compute step after step; between two turns requests arrive and answers leave."""
@@ -83,6 +131,8 @@ class Worker:
 
     def take(self) -> Job | TextBatch | None:
         """The most urgent job: a running one, texts in progress, or a new one of waiting queries."""
+        if self.adaptive and not self.is_planned:
+            self.lower_efforts()
         while True:
             key = min(self.waiting, key=lambda key: self.waiting[key][0][0], default=None)
             jobs: list[Job | TextBatch] = [*self.running, *(batch for batch in self.texts.values() if batch.texts)]
@@ -97,21 +147,31 @@ class Worker:
                 return Job(queries, answer_queries(queries))
 
     def next_queries(self, key: tuple[Any, ...]) -> list[Query]:
-        """As many queries of a key as one call takes, without those that were cancelled."""
+        """As many queries of a key as one call takes, without those that were cancelled.
+
+        Of queries whose answers are computed at once, as many as fit before the first deadline. Where not even one fits any
+        more, it is answered at exits.
+        """
         queries, heap = list[Query](), self.waiting[key]
         while heap and len(queries) < heap[0][2].num_rows:
+            if queries and queries[0].direct and not self.fits(queries[0], len(queries)):
+                break
             query = heapq.heappop(heap)[2]
             if not query.cancelled:
                 queries.append(query)
         if not heap:
             del self.waiting[key]
+        if len(queries) == 1 and queries[0].direct:
+            queries[0].direct = self.fits(queries[0])
         return queries
 
     @torch.inference_mode()
     def step(self, job: Job | TextBatch) -> bool:
         """One step of a job, and whether it gave anything to send; an error ends the job's queries, and no others."""
+        began = perf_counter()
         if isinstance(job, TextBatch):  # its errors are answers, too
             tokens = job.step()
+            self.times.observe_step(job.served.name, perf_counter() - began)
             self.deliver(tokens)
             return bool(tokens)
         try:
@@ -126,6 +186,12 @@ class Worker:
         if delivered is None:
             return False
         self.metrics.batch_rows.observe(len(job.queries))
+        seconds = (perf_counter() - began) / len(job.queries)
+        for query in job.queries:
+            query.seconds += seconds
+        for query, _, last in delivered:
+            if last:
+                self.times.observe(query, query.seconds)
         self.deliver(delivered)
         done = {id(query) for query, _, last in delivered if last}
         job.queries = [query for query in job.queries if id(query) not in done and not query.cancelled]
@@ -137,6 +203,7 @@ class Worker:
         """Hand out what a step gave."""
         for delivery in delivered:
             query, answer, last = delivery
+            query.delivered = perf_counter()
             if last and isinstance(answer, dict):
                 name = query.served.name
                 self.metrics.answers.labels(name, answer["stop"]).inc()

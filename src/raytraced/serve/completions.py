@@ -41,7 +41,7 @@ class StreamOptions(BaseModel):
 
 
 class CompletionRequest(RequestBody):
-    """The fields of OpenAI's completions, and of ours: `max_experts` and `max_ms`."""
+    """The fields of OpenAI's completions, and of ours: `max_experts`, `experts`, `effort` and `max_ms`."""
 
     prompt: Prompt = Field("", description="a text, several texts, a text's tokens, or those of several texts")
     max_tokens: int = Field(16, ge=0, le=MAX_TOKENS)
@@ -75,6 +75,7 @@ class CompletionChoice:
     num_tokens: int = 0
     experts: int = 0
     stop: str | None = None
+    effort: dict[str, float] = field(default_factory=dict)
     offset: int = 0
     """characters of all tokens so far, for `text_offset`"""
     logprobs: dict[str, list[Any]] = field(default_factory=lambda: new_logprobs())
@@ -92,6 +93,7 @@ class CompletionChoice:
             self.add_logprob(logprobs, fields)
         text += fields.get("text", "")
         self.stop = fields.get("stop")
+        self.effort = {"effort": fields["effort"]} if "effort" in fields else {}
         self.text += text
         for name, values in logprobs.items():
             self.logprobs[name] += values
@@ -115,7 +117,7 @@ class CompletionChoice:
         reason = {None: None, "stop": "stop"}.get(self.stop, "length")
         choice: dict[str, Any] = {"index": self.index, "text": text, "finish_reason": reason}
         choice["logprobs"] = None if self.top_logprobs is None else logprobs
-        return choice | ({"stop": self.stop, "experts": self.experts} if self.stop else {})
+        return choice | ({"stop": self.stop, "experts": self.experts} | self.effort if self.stop else {})
 
 
 def new_logprobs() -> dict[str, list[Any]]:

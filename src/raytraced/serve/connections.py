@@ -14,6 +14,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from raytraced.serve.clock import TimedLoop
 from raytraced.serve.limits import Limits
 
 BACKLOG = 128  # connections that the event loop accepts in one pass
@@ -106,6 +107,12 @@ class LimitedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.registry.remove(self)
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before and isinstance(self.loop, TimedLoop):
+            self.cycle.scope["received"] = self.loop.clock.earliest  # type: ignore[typeddict-unknown-key]
 
     def on_response_complete(self) -> None:
         self.waiting_since = monotonic()

@@ -15,6 +15,7 @@ from raytraced.errors import require
 from raytraced.serve.admission import Admission
 from raytraced.serve.answering import AnswerFields, Delivery, Query, check_options
 from raytraced.serve.batching import SENDING, Worker
+from raytraced.serve.budgets import read_budget
 from raytraced.serve.decoding import Decoders
 from raytraced.serve.errors import INTERNAL
 from raytraced.serve.generation import NotFiniteError
@@ -43,11 +44,18 @@ class Engine:
     Args:
         models: The models.
         limits: How much is accepted.
+        adaptive: Whether efforts are lowered where deadlines would be missed.
     """
 
-    def __init__(self, models: Sequence[Served], limits: Limits) -> None:
+    def __init__(self, models: Sequence[Served], limits: Limits, adaptive: bool = False) -> None:
         self.models, self.limits, self.traffic = list(models), limits, Traffic()
-        self.worker, self.admission, self.decoders = Worker(self.traffic.metrics), Admission(), Decoders(limits)
+        self.admission, self.decoders = Admission(), Decoders(limits)
+        self.worker = Worker(self.traffic.metrics, self.admission, adaptive)
+
+    def check_deadline(self, arrived: float, max_ms: float | None) -> None:
+        """Refuse a request whose deadline would be missed before anything is decoded for it."""
+        if max_ms is not None:
+            self.admission.check(max_ms / 1000, self.traffic.in_progress - 1, perf_counter() - arrived)
 
     async def answers(
         self,
@@ -70,13 +78,17 @@ class Engine:
             The number of an input, and an answer to it.
         """
         num_others = self.traffic.in_progress - 1
-        if max_ms is not None:
-            self.admission.check(max_ms / 1000, num_others)
-            options["deadline"] = arrived + max_ms / 1000 - SENDING  # counted from the request's arrival
+        if max_ms is not None:  # counted from the request's arrival; what sending takes is left
+            reply = min(SENDING + self.admission.reply.value, max_ms / 2000)
+            options["deadline"] = arrived + max_ms / 1000 - reply
         queue: asyncio.Queue[Delivery] = asyncio.Queue()
         numbers = {Query(inputs=one, deliver=queue.put_nowait, **options): n for n, one in enumerate(inputs)}
         for query, seed in zip(numbers, seeds or (), strict=seeds is not None):
             query.seed = seed
+        checked, ahead = perf_counter(), 0.0
+        if max_ms is not None:
+            ahead = self.worker.seconds_ahead(list(numbers))
+            self.admission.check(max_ms / 1000 - SENDING, num_others, checked - arrived, ahead)
         self.worker.submit(list(numbers))
         left, started = len(numbers), set[Query]()
         try:
@@ -87,7 +99,9 @@ class Engine:
                 if isinstance(answer, Exception):
                     raise RefusedError(*INTERNAL)
                 if last and max_ms is not None and query.first_answer is not None:
-                    self.admission.observe(query.first_answer - arrived, num_others)
+                    reply = perf_counter() - query.delivered
+                    self.admission.reply.add(reply)
+                    self.admission.observe(query.first_answer + reply - checked, num_others, ahead)
                 if "token" in answer and query not in started:
                     started.add(query)
                     self.traffic.metrics.count_first_token(perf_counter() - arrived)
@@ -128,9 +142,11 @@ class Engine:
         """Those options that all requests have."""
         try:
             check_options(served, body.model_dump(exclude={"image", "images", "files", "text"}) | more)
+            budget = read_budget(served, body.experts, body.effort)
         except ValueError as error:
             raise RefusedError(422, "option", str(error)) from None
-        return {"served": served, "seed": body.seed, "max_experts": body.max_experts, "max_ms": body.max_ms}
+        options = {"served": served, "seed": body.seed, "max_experts": body.max_experts, "max_ms": body.max_ms}
+        return options | {"budget": budget}
 
 
 def exit_options(body: ClassifyOptions, served: Served) -> dict[str, Any]:

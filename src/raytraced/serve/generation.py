@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from raytraced.models.caches import KVCache
-from raytraced.models.gpt import GPT, draw_token, kept_probabilities
+from raytraced.models.gpt import GPT
+from raytraced.models.sampling import draw_token, kept_probabilities
 from raytraced.serve.models import Served
 
 
@@ -93,15 +94,22 @@ class Continuation:
         sampling: How tokens are drawn.
         seed: Seed of the draws.
         max_experts: Largest number of experts per token, all blocks together.
+        stop: How much the output node's rate counts.
     """
 
     def __init__(
-        self, served: Served, prompt_1T: Tensor, sampling: Sampling, seed: int, max_experts: int | None
+        self,
+        served: Served,
+        prompt_1T: Tensor,
+        sampling: Sampling,
+        seed: int,
+        max_experts: int | None,
+        stop: float | None = None,
     ) -> None:
         assert isinstance(served.model, GPT)
         assert served.codec is not None
         self.model, self.codec, self.sampling, self.max_experts = served.model, served.codec, sampling, max_experts
-        self.name = served.name
+        self.name, self.stop = served.name, stop
         self.generator = torch.Generator().manual_seed(seed)
         self.tokens: list[int] = prompt_1T[0].tolist()
         self.prompt_1T, self.cache, self.start = prompt_1T, KVCache(), 0
@@ -110,7 +118,7 @@ class Continuation:
 
     def score_prompt(self) -> list[GeneratedToken]:
         """The prompt's own tokens with their log-probabilities; the first token has none."""
-        out = self.model(self.prompt_1T, max_experts=self.max_experts)
+        out = self.model(self.prompt_1T, max_experts=self.max_experts, stop=self.stop)
         check_finite(self.name, out.logits)
         logprobs_TV = out.logits[0].float().log_softmax(-1)
         tokens, num_experts = self.prompt_1T[0].tolist(), out.num_experts[0].tolist()

@@ -29,7 +29,7 @@ from raytraced.serve.schemas import MAX_IMAGES, ClassifyOptions, accept_array
 REFERENCE = "#/components/schemas/{model}"
 HEADER_LENGTH = "Inference-Header-Content-Length"
 DATATYPES: dict[str, Any] = {"FP32": np.float32, "INT64": np.int64, "BYTES": np.object_}
-OUTPUT_TYPES = {"probabilities": "FP32", "labels": "BYTES", "experts": "INT64", "macs": "INT64"}
+OUTPUT_TYPES = {"probabilities": "FP32", "labels": "BYTES", "experts": "INT64", "macs": "INT64", "effort": "FP32"}
 # parameters of Triton's clients that concern servers of many kinds, and change nothing here
 IGNORED_PARAMETERS = ("binary_data_output", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
 
@@ -120,6 +120,7 @@ class InferenceProtocol:
         outputs = [
             {"name": output, "datatype": datatype, "shape": shapes.get(output, [-1])}
             for output, datatype in OUTPUT_TYPES.items()
+            if output != "effort" or served.model.card.dial
         ]
         inputs = [{"name": "images", "datatype": "UINT8", "shape": [-1, *served.image_shape]}]
         about = {"name": served.name, "versions": ["1"], "platform": "raytraced"}
@@ -185,18 +186,20 @@ def read_tensor(given: TensorInput, binary: bytes, served: Served) -> Tensor:
 
 def write_response(body: InferRequest, served: Served, answers: list[AnswerFields]) -> Response:
     """The outputs that were asked for, by default all, as JSON or as bytes behind it."""
-    names = list(OUTPUT_TYPES) if body.outputs is None else [output.name for output in body.outputs]
+    known = [name for name in OUTPUT_TYPES if name != "effort" or "effort" in answers[0]]
+    names = known if body.outputs is None else [output.name for output in body.outputs]
     for name in names:
-        if name not in OUTPUT_TYPES:
-            message = f"outputs: {shorten(name)} is not an output, must be one of {', '.join(OUTPUT_TYPES)}"
+        if name not in known:
+            message = f"outputs: {shorten(name)} is not an output, must be one of {', '.join(known)}"
             raise RefusedError(422, "output", message)
     as_bytes = dict.fromkeys(names, bool(body.parameters.get("binary_data_output", False)))
     for output in body.outputs or ():
         as_bytes[output.name] = bool(output.parameters.get("binary_data", as_bytes[output.name]))
-    keys = {"probabilities": "probabilities", "labels": "label", "experts": "experts", "macs": "macs"}
     outputs, contents = [], []
     for name in names:
-        values = np.array([answer[keys[name]] for answer in answers], dtype=DATATYPES[OUTPUT_TYPES[name]])
+        values = np.array(
+            [answer["label" if name == "labels" else name] for answer in answers], dtype=DATATYPES[OUTPUT_TYPES[name]]
+        )
         written: dict[str, Any] = {"name": name, "datatype": OUTPUT_TYPES[name], "shape": list(values.shape)}
         if as_bytes[name]:
             contents.append(tensor_bytes(values))

@@ -131,7 +131,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        arrived, status = perf_counter(), 500
+        arrived, status = scope.get("received", perf_counter()), 500
         scope["arrived"] = arrived
         await asyncio.sleep(0)  # requests that came at the same time are all stamped before one of them is read
 

@@ -15,6 +15,8 @@ from pydantic import (
     model_validator,
 )
 
+from raytraced.serve.limits import shorten
+
 MAX_IMAGES = 256
 MAX_CHARACTERS = 65_536
 MAX_TOKENS = 4096
@@ -46,6 +48,34 @@ ImageData = Annotated[
 Probability = Annotated[float, Field(ge=0, le=1)]
 
 
+def check_effort(value: Any) -> Any:
+    """Refuse what is neither a number nor a range; one line says so, where pydantic would write about both."""
+    ends = value if isinstance(value, list) and len(value) == 2 else [value]
+    numbers = all(isinstance(end, int | float) and not isinstance(end, bool) and 0 < end < 1e6 for end in ends)
+    if value is not None and not numbers:
+        raise ValueError(f"effort={shorten(value)}: must be a number above 0, or two of them, [lowest, highest]")
+    return [float(end) for end in ends] if ends is value else value
+
+
+def read_form_effort(value: Any) -> Any:
+    """A range in a form: a repeated field, or one whose ends are separated by a comma."""
+    if not isinstance(value, list):
+        return value
+    try:
+        ends = [float(part) for text in value for part in text.split(",")]
+    except (AttributeError, ValueError):
+        return check_effort(",".join(map(str, value)))
+    return check_effort(ends if len(ends) > 1 else ends[0])
+
+
+NUMBER = {"type": "number", "exclusiveMinimum": 0}
+Effort = Annotated[
+    float | list[float] | None,
+    BeforeValidator(check_effort),
+    WithJsonSchema({"anyOf": [NUMBER, {"type": "array", "items": NUMBER, "minItems": 2, "maxItems": 2}]}),
+]
+
+
 def exactly_one_of(*names: str) -> dict[str, Any]:
     """The part of a JSON schema that requires one of some fields, as `check_inputs` does."""
     return {"oneOf": [{"required": [name]} for name in names]}
@@ -59,6 +89,12 @@ class RequestBody(BaseModel):
     model: str | None = Field(None, description="default: the first model that takes such input", max_length=1000)
     max_experts: int | None = Field(
         None, ge=0, le=1_000_000, description="per token, all blocks together, for a language model"
+    )
+    experts: float | None = Field(
+        None, gt=0, le=1_000_000, description="mean number of experts per image or token; for calibrated models"
+    )
+    effort: Effort = Field(
+        None, description="share of a calibrated model's full cost, or [lowest, highest] from which the server chooses"
     )
     max_ms: float | None = Field(None, gt=0, le=600_000, description="milliseconds until the best answer so far")
     seed: int = Field(0, ge=0, le=2**53 - 1, description="seed of all draws")
@@ -106,6 +142,9 @@ class UploadRequest(ClassifyOptions):
 
     model_config = ConfigDict(extra="forbid", strict=False, allow_inf_nan=False)
 
+    effort: Annotated[float | list[float] | None, BeforeValidator(read_form_effort)] = Field(
+        None, description="share of a calibrated model's full cost, or a range of two, separated by a comma"
+    )
     files: list[UploadFile] = Field(min_length=1, max_length=MAX_IMAGES, description="PNG, JPEG, WebP or GIF files")
     trace: bool = Field(False, description="whether the answers at all exits are returned, too")
 
@@ -127,6 +166,9 @@ class Answer(BaseModel):
     probabilities: list[float] = Field(description="of all classes, or tokens, in the model's order")
     experts: int = Field(description="experts of the answer; for a text, of its last token")
     macs: int = Field(description="multiply-accumulate operations, those of earlier exits included")
+    effort: float | None = Field(
+        None, description="the effort at which it was computed, where the request states a budget"
+    )
     stop: Literal["confidence", "end", "budget", "deadline"] | None = Field(None, description="why it is the last one")
     nodes: list[list[int]] | None = Field(
         None, description="[layer, expert] in order; for a text [block, expert] of its last token"
@@ -154,6 +196,7 @@ class Token(BaseModel):
     text: str
     token: int
     experts: int
+    effort: float | None = Field(None, description="of the whole text, where the request states a budget")
     stop: Literal["length", "deadline"] | None = None
 
 

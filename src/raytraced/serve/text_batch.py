@@ -14,11 +14,15 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from raytraced.layer import Call
 from raytraced.models.caches import TextCaches
+from raytraced.models.gpt import GPT
 from raytraced.serve.answering import PATIENCE, Delivery, Query
 from raytraced.serve.generation import Continuation, NotFiniteError, check_finite, draw_tokens
 from raytraced.serve.metrics import Metrics
 from raytraced.serve.models import Served
+from raytraced.store.experts import StoredExperts
+from raytraced.store.pool import ReadPlan
 
 MOST_PROMPTS = 4  # prompts per step: those that wait for their next token must not wait for all that begin
 MARGIN = 1.5  # the next step is assumed to take so many times as long as the last
@@ -30,7 +34,7 @@ class RunningText:
     def __init__(self, query: Query) -> None:
         assert query.sampling is not None
         self.query, self.sampling = query, query.sampling
-        self.text = Continuation(query.served, query.inputs, query.sampling, query.seed, query.max_experts)
+        self.text = Continuation(query.served, query.inputs, query.sampling, query.seed, query.max_experts, query.stop)
         self.pending = self.text.pending()
         self.last_token: float | None = None
         self.ended = False
@@ -52,6 +56,7 @@ class TextBatch:
     def __init__(self, served: Served, metrics: Metrics) -> None:
         self.served, self.metrics = served, metrics
         self.texts: list[RunningText] = []
+        self.ahead: dict[int, ReadPlan] = {}  # by the first text of a call of the next step: what is read for it
 
     def add(self, query: Query) -> None:
         """Let a text join; it takes part from the next step on."""
@@ -72,27 +77,44 @@ class TextBatch:
         began = perf_counter()
         self.texts = [one for one in self.texts if not one.query.cancelled]
         delivered = list[Delivery]()
+        plans, self.ahead = self.ahead, {}
         for texts in self.calls():
             try:
-                delivered += self.compute(texts, began)
+                delivered += self.compute(texts, began, plans.pop(id(texts[0]), None))
+                self.read_ahead(texts)
             except Exception as error:
                 if not isinstance(error, NotFiniteError):
                     traceback.print_exc(file=sys.stderr)
                 delivered += [(one.query, error, True) for one in texts]
                 for one in texts:
                     one.ended = True
+        for plan in plans.values():  # of texts that ended, or run in another call
+            plan.close()
         self.texts = [one for one in self.texts if not one.ended]
         return delivered
 
+    def read_ahead(self, texts: list[RunningText]) -> None:
+        """Begin to read the experts of the tokens that were just drawn, of all texts of a call, if experts are in a store."""
+        model = self.served.model
+        assert isinstance(model, GPT)
+        next_texts = [one for one in texts if not one.ended and not one.reads_several]
+        if not next_texts or not model.path_follows_token or not isinstance(model.layer.experts, StoredExperts):
+            return
+        first = next_texts[0]
+        call = Call("greedy", first.query.max_experts, stop=first.text.stop)
+        plan = model.read_ahead(model.describe(torch.tensor([one.pending[0] for one in next_texts]), call))
+        if plan is not None:
+            self.ahead[id(first)] = plan
+
     def calls(self) -> Iterator[list[RunningText]]:
         """The texts of each call of the model in this step."""
-        by_budget: dict[int | None, list[RunningText]] = {}
+        by_budget: dict[tuple[int | None, float | None], list[RunningText]] = {}
         prompts = list[RunningText]()
         for one in self.texts:
             if one.reads_several:
                 prompts.append(one)
             else:
-                by_budget.setdefault(one.query.max_experts, []).append(one)
+                by_budget.setdefault((one.query.max_experts, one.text.stop), []).append(one)
         for one in sorted(prompts, key=lambda one: one.query.due)[:MOST_PROMPTS]:
             yield [one]
         num = self.served.num_texts
@@ -100,15 +122,17 @@ class TextBatch:
             for start in range(0, len(texts), num):
                 yield texts[start : start + num]
 
-    def compute(self, texts: list[RunningText], began: float) -> list[Delivery]:
-        """The next token of some texts, in one call."""
+    def compute(self, texts: list[RunningText], began: float, ahead: ReadPlan | None = None) -> list[Delivery]:
+        """The next token of some texts, in one call; `ahead` is what is being read for them."""
         delivered = list[Delivery]()
         first = texts[0]
         if len(texts) == 1 and first.last_token is None and (first.sampling.score_prompt or not first.sampling.length):
             delivered.append(self.score_prompt(first))
             if first.ended:
                 return delivered
-        logits_nV, experts = self.run_model(texts)
+        assert isinstance(self.served.model, GPT)
+        with self.served.model.following(ahead):
+            logits_nV, experts = self.run_model(texts)
         self.metrics.batch_rows.observe(len(texts))
         finite = logits_nV.isfinite().all(-1).tolist()
         tokens = draw_tokens(logits_nV.nan_to_num() if not all(finite) else logits_nV, [one.text for one in texts])
@@ -130,14 +154,15 @@ class TextBatch:
         tokens = torch.tensor([one.pending for one in texts])
         caches = [one.text.cache for one in texts]
         cache = caches[0] if len(texts) == 1 else TextCaches(caches)
-        out = model(tokens, max_experts=texts[0].query.max_experts, cache=cache)
+        first = texts[0]
+        out = model(tokens, max_experts=first.query.max_experts, stop=first.text.stop, cache=cache)
         return out.logits[:, -1], out.num_experts[:, -1].tolist()
 
     def score_prompt(self, one: RunningText) -> Delivery:
         """What is stated about the prompt's own tokens, before the first new one."""
         prompt = [token.fields() for token in one.text.score_prompt()] if one.sampling.score_prompt else []
         one.ended = one.sampling.length == 0
-        ended = {"text": "", "experts": 0, "stop": "length"} if one.ended else {}
+        ended = {"text": "", "experts": 0, "stop": "length"} | one.query.effort_field() if one.ended else {}
         return one.query, {"prompt": prompt} | ended, one.ended
 
     def take(self, one: RunningText, token: int, logits_V: Tensor, experts: int, began: float, now: float) -> Delivery:
@@ -153,4 +178,4 @@ class TextBatch:
         if not one.ended:
             one.pending = one.text.pending()
             query.due = now + PATIENCE if query.deadline is None else query.deadline  # behind those that wait
-        return query, generated.fields(), one.ended
+        return query, generated.fields() | (query.effort_field() if one.ended else {}), one.ended

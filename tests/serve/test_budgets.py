@@ -1,0 +1,164 @@
+"""Requests that state `experts` or `effort`: the card's table decides, answers state the effort, mistakes are one line."""
+
+import json
+from dataclasses import replace
+
+import httpx
+import openai
+import pytest
+import torch
+import tritonclient.http
+
+import raytraced
+from raytraced.models.dial import effort_at, find_stop
+from raytraced.serve.app import Server
+from raytraced.serve.models import serve_model
+from serve.conftest import in_base64, png, running, some_images
+
+ROWS = [
+    {"stop": 1.0, "experts": 2.0, "macs": 20_000.0, "loss": 0.5},
+    {"stop": 0.25, "experts": 4.0, "macs": 30_000.0, "loss": 0.2},
+    {"stop": 0.0625, "experts": 6.0, "macs": 40_000.0, "loss": 0.1},
+]
+IMAGE = some_images((1, 8, 8), 4)
+FILE = in_base64(png(IMAGE[3, 0].numpy()))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory, files):
+    """Two models whose cards have a table of budgets, and two that have none."""
+    folder = tmp_path_factory.mktemp("budgets")
+    torch.manual_seed(0)
+    sharp = {"entry_scale": 8.0, "input_init_std": 2.0, "weighting": "relative", "num_experts": 4}
+    text = raytraced.build("gpt-mre", dim=16, hidden=8, depth=2, num_heads=2, context=64, **sharp)
+    for name, model in (("digits", raytraced.load("mre-digits")), ("text", text)):
+        model.card = replace(model.card, dial={"split": "validation", "rows": ROWS})
+        raytraced.save(model, folder / f"{name}.safetensors")
+    return [
+        str(folder / "digits.safetensors"),
+        str(folder / "text.safetensors"),
+        str(files / "top-k.safetensors"),
+        "mre-mnist",
+    ]
+
+
+@pytest.fixture(scope="module")
+def served(sources):
+    return {one.name: one for one in map(serve_model, sources)}
+
+
+@pytest.fixture(scope="module")
+def address(served):
+    yield from running(Server(list(served.values())))
+
+
+def predict(address, status=200, **fields):
+    response = httpx.post(f"{address}/api/predict", json={"model": "digits", "image": FILE} | fields, timeout=30)
+    assert response.status_code == status, response.text
+    return response.json()["answers"][0] if status == 200 else response.json()["error"]["message"]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("fields", "stop", "effort"),
+    [
+        ({"effort": 1}, 0.0625, 1.0),
+        ({"effort": 0.5}, 1.0, 0.5),
+        ({"effort": 0.625}, 0.5, 0.625),
+        ({"effort": [0.5, 0.75]}, 0.25, 0.75),
+        ({"experts": 4}, 0.25, 0.75),
+        ({"experts": 5, "confidence": 1}, 0.125, 0.875),
+        ({"effort": 0.5, "max_ms": 600_000}, 1.0, 0.5),
+    ],
+)
+def test_a_budget_gives_the_answer_of_its_stop_and_is_stated(address, served, fields, stop, effort):
+    answer = predict(address, **fields)
+    out = served["digits"].model(IMAGE[3:], stop=stop)
+    assert answer["probabilities"] == pytest.approx(out.logits[0].softmax(-1).tolist(), rel=1e-6)
+    assert answer["experts"] == int(out.num_experts)
+    assert answer["effort"] == effort
+    assert "effort" not in predict(address)
+
+
+def test_budgets_change_how_many_experts_run(address):
+    experts = [predict(address, effort=effort)["experts"] for effort in (0.5, 0.75, 1)]
+    assert experts[0] < experts[2]
+    assert experts == sorted(experts)
+
+
+def test_every_path_takes_budgets(address, served):
+    found = predict(address, effort=0.75)
+    content = png(IMAGE[3, 0].numpy())
+    for effort in (["0.75"], ["0.5,0.75"], ["0.5", "0.75"]):
+        form = {"model": "digits", "effort": effort}
+        response = httpx.post(f"{address}/api/upload", files={"files": content}, data=form)
+        assert response.json()["answers"] == [found]
+    body = {"model": "digits", "image": FILE, "effort": 0.75}
+    events = httpx.post(f"{address}/api/stream", json=body).text.strip().split("\n\n")
+    last = json.loads(events[-1].removeprefix("data: "))
+    assert (last["effort"], last["probabilities"]) == (0.75, found["probabilities"])
+    client = tritonclient.http.InferenceServerClient(address.removeprefix("http://"))
+    given = tritonclient.http.InferInput("images", [1, 1, 8, 8], "UINT8")
+    given.set_data_from_numpy(IMAGE[3:].numpy())
+    answer = client.infer("digits", [given], parameters={"effort": 0.75})
+    assert answer.as_numpy("effort").tolist() == [0.75]
+    assert answer.as_numpy("experts").tolist() == [found["experts"]]
+    assert client.infer("digits", [given]).as_numpy("effort") is None
+
+
+def test_texts_are_generated_with_their_budget_beside_others(address, served):
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
+    model = served["text"].model
+    prompt = torch.tensor([list(b"Once")])
+
+    def expected(stop):
+        drawn = list(model.generate(prompt, 12, temperature=0, stop=stop))
+        return [int(one.tokens) for one in drawn], sum(int(one.num_experts) for one in drawn)
+
+    for effort, stop in ((0.5, 1.0), (1, 0.0625)):
+        options = {"model": "text", "prompt": ["Once"] * 3, "max_tokens": 12, "temperature": 0, "logprobs": 0}
+        choices = client.completions.create(**options, extra_body={"effort": effort}).choices
+        tokens, experts = expected(stop)
+        for choice in choices:
+            assert (choice.effort, choice.experts) == (effort, experts)
+            assert choice.logprobs.tokens == [bytes([one]).decode(errors="replace") for one in tokens]
+    assert expected(1.0)[1] < expected(0.0625)[1]
+    body = {"model": "text", "text": "Once", "length": 3, "effort": 0.5}
+    *others, last = httpx.post(f"{address}/api/generate", json=body).text.strip().split("\n\n")
+    assert '"effort": 0.5' in last
+    assert not any("effort" in event for event in others)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"effort": 0.1}, "effort=0.1: digits runs at least 0.5 of the full cost and at most 1, as calibrated"),
+        ({"effort": 1.2}, "effort=1.2: digits runs at least 0.5"),
+        ({"effort": [0.1, 1]}, "effort=0.1: digits runs at least 0.5"),
+        ({"effort": [1, 0.5]}, "effort=[1.0, 0.5]: must be [lowest, highest]; exchange the two numbers"),
+        ({"effort": 0}, "effort=0: must be a number above 0, or two of them, [lowest, highest]"),
+        ({"effort": [0.5]}, "effort=[0.5]: must be a number above 0, or two"),
+        ({"effort": [0.5, 0.6, 0.7]}, "effort=[0.5, 0.6, 0.7]: must be"),
+        ({"effort": "much"}, "effort=much: must be"),
+        ({"effort": [0.5, "x"]}, "effort=[0.5, 'x']: must be a number above 0, or two"),
+        ({"experts": 90}, "experts=90: digits runs at least 2 experts on average and at most 6"),
+        ({"experts": -1}, "experts=-1: must be greater than 0"),
+        ({"experts": 3, "effort": 1}, "experts=3.0: give either experts or effort=1.0, not both"),
+        ({"experts": 3, "effort": [0.5, 1]}, "experts=3.0: give either experts or effort=[0.5, 1.0], not both"),
+        ({"experts": 3, "model": "top-k"}, "experts=3.0: has no effect on top-k"),
+        ({"effort": 0.5, "model": "mre-mnist"}, "effort=0.5: the card of mre-mnist has no table of budgets; run raytraced calibrate"),
+    ],
+)  # fmt: skip
+def test_bad_budgets_are_refused_in_one_line(address, fields, message):
+    if fields.get("model") == "mre-mnist":
+        fields = fields | {"image": in_base64(png(some_images((1, 28, 28), 1)[0, 0].numpy()))}
+    found = predict(address, 422, **fields)
+    assert found.startswith(message)
+    assert "\n" not in found
+
+
+def test_the_effort_of_a_stop_is_the_inverse_of_the_table():
+    for effort in (0.5, 0.6, 0.75, 0.9, 1.0):
+        assert effort_at({"rows": ROWS}, find_stop("m", {"rows": ROWS}, None, effort)) == pytest.approx(effort)
+    assert effort_at({"rows": ROWS}, 7.0) == 0.5
+    assert effort_at({"rows": ROWS}, 0.001) == 1.0
