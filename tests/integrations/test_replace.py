@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
 import raytraced as rt
 from raytraced.integrations.replace import FeedForward, Grown
@@ -25,7 +25,14 @@ def vit():
     return ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4)).eval()
 
 
+def bert():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    return BertForMaskedLM(BertConfig(**sizes, vocab_size=50, max_position_embeddings=16)).eval()
+
+
 CASES = {
+    "bert": (bert, "bert.encoder.layer.*.intermediate", lambda: torch.randint(50, (3, 9))),
     "gpt2": (gpt2, "transformer.h.*.mlp", lambda: torch.randint(50, (3, 9))),
     "vit": (vit, "vit.layers.*.mlp", lambda: torch.randn(3, 3, 8, 8)),
 }
@@ -57,6 +64,27 @@ def test_fresh_experts_are_as_wide_as_the_block_and_change_the_output(name):
     replaced = rt.replace_feed_forward(model, pattern, **GRID)
     assert {block.layer.experts.widths for block in replaced.values()} == {(16, 64 if name == "gpt2" else 24, 16)}
     assert not torch.allclose(model(batch).logits, before, atol=1e-3)
+
+
+def test_a_block_split_over_two_modules_keeps_the_norm_and_the_dropout_of_the_second():
+    model = bert()
+    kept = model.bert.encoder.layer[0].output.LayerNorm
+    num_blocks = sum(
+        p.numel() for name, p in model.named_parameters() if "intermediate" in name or "output.dense" in name
+    )
+    num_blocks -= sum(p.numel() for name, p in model.named_parameters() if "attention.output.dense" in name)
+    before = sum(parameter.numel() for parameter in model.parameters())
+    replaced = rt.replace_feed_forward(model, "bert.encoder.layer.*.intermediate", **GRID)
+    second = model.bert.encoder.layer[0].output
+    assert second.LayerNorm is kept
+    assert type(second.dense) is nn.Identity
+    num_experts = sum(p.numel() for block in replaced.values() for p in block.parameters())
+    assert sum(parameter.numel() for parameter in model.parameters()) == before - num_blocks + num_experts
+    model.train()
+    loss = model(torch.randint(50, (3, 9)), labels=torch.randint(50, (3, 9))).loss
+    loss.backward()
+    gate = replaced["bert.encoder.layer.1.intermediate"].layer.router.routing.gate_first
+    assert gate.grad.abs().sum() > 0
 
 
 def test_upcycled_experts_learn_and_come_apart():

@@ -1,19 +1,32 @@
 """The language model inside transformers: Auto classes, generate with a cache, Trainer, routing statistics, and back."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
 from transformers.utils import logging
 
 import raytraced as rt
 from raytraced.integrations.transformers import RaytracedConfig, RaytracedForCausalLM
 from raytraced.models.gpt import KVCache
 from raytraced.models.registry import MODELS
+from raytraced.tasks.text.tokens import read_tokenizer
 
 SMALL = {"dim": 16, "num_heads": 2, "context": 24}
 GRID = {"hidden": 8, "num_experts": 3}
@@ -61,6 +74,110 @@ def test_a_model_goes_to_transformers_and_back(tokens, tmp_path):
     rt.save_pretrained(again, tmp_path / "ours")
     assert torch.equal(rt.load(tmp_path / "ours")(tokens).logits, gpt(tokens).logits)
     assert AutoConfig.from_pretrained(tmp_path / "theirs").card() == gpt.card
+
+
+TEXTS = ["Hello, Ā wörld\n\t é 你好 \x00x", "", " a  b", "don't , ."]
+
+
+@pytest.mark.parametrize("write", [rt.save_pretrained, lambda gpt, folder: from_gpt(gpt).save_pretrained(folder)])
+def test_the_tokenizer_of_a_byte_model_gives_bytes_and_takes_them_back(write, tmp_path):
+    write(language_model(), tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS:
+        assert tokenizer(text).input_ids == list(text.encode())
+        assert tokenizer.decode(list(text.encode())) == text
+    assert tokenizer.model_max_length == 24
+    assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 0, 0)
+    padded = tokenizer(["ab", "abcd"], padding=True)
+    assert padded["input_ids"] == [[0, 0, 97, 98], [97, 98, 99, 100]]
+    assert padded["attention_mask"] == [[0, 0, 1, 1], [1, 1, 1, 1]]
+    read_tokenizer(str(tmp_path / "tokenizer.json"))  # may be an option of training, too
+
+
+def from_gpt(gpt):
+    return RaytracedForCausalLM.from_gpt(gpt)
+
+
+def trained_tokenizer(special=(), zeros=False):
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    options = {"vocab_size": 280, "initial_alphabet": alphabet, "special_tokens": list(special)}
+    texts = [text if zeros else text.replace("\x00", "") for text in TEXTS] * 9
+    made.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(show_progress=False, **options))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("special", "end"), [((), "\x00"), (("<pad>", "</s>", "<x>"), "</s>"), (("<a>", "<b>"), "<b>")]
+)
+def test_the_tokenizer_in_the_card_is_shipped_with_the_same_numbers(special, end, tmp_path):
+    own = trained_tokenizer(special)
+    gpt = language_model(vocab_size=own.get_vocab_size(), tokenizer=own.to_str())
+    rt.save_pretrained(gpt, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for text in (*TEXTS, *special):
+        assert tokenizer(text).input_ids == own.encode(text).ids
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer.eos_token == tokenizer.pad_token == end
+    assert len(tokenizer) == gpt.vocab_size
+    assert rt.load(tmp_path).tokenizer == own.to_str()  # the card keeps it as it is
+
+
+def test_a_tokenizer_that_joins_byte_0_to_others_keeps_its_numbers_and_has_no_end(tmp_path):
+    own = trained_tokenizer(zeros=True)
+    assert any("Ā" in token and token != "Ā" for token in own.get_vocab())
+    rt.save_pretrained(language_model(vocab_size=own.get_vocab_size(), tokenizer=own.to_str()), tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert [tokenizer(text).input_ids for text in TEXTS] == [own.encode(text).ids for text in TEXTS]
+    assert tokenizer.eos_token is None
+
+
+def test_no_tokenizer_is_shipped_where_there_is_none(tmp_path):
+    rt.save_pretrained(language_model(vocab_size=300), tmp_path / "without")
+    assert not [file for file in (tmp_path / "without").iterdir() if "tokenizer" in file.name]
+
+
+def test_a_tokenizer_that_is_in_the_folder_stays(model, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("theirs")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "tokenizer.json").read_text() == "theirs"
+
+
+def test_a_pipeline_continues_texts_as_the_model_does(tmp_path):
+    gpt = language_model()
+    rt.save_pretrained(gpt, tmp_path)
+    generate = pipeline("text-generation", str(tmp_path), device="cpu")
+    options = {"max_new_tokens": 4, "do_sample": False, "return_tensors": True}
+    prompts = ["To be", "a"]
+    answers = generate(prompts, batch_size=2, **options)
+    for prompt, (answer,) in zip(prompts, answers, strict=True):
+        own = [int(drawn.tokens) for drawn in gpt.generate(torch.tensor([list(prompt.encode())]), 4, temperature=0)]
+        assert [token for token in answer["generated_token_ids"] if token] == [*prompt.encode(), *own]
+    assert generate("To be", max_new_tokens=2)[0]["generated_text"].startswith("To be")
+
+
+TRUSTING = """
+import sys
+from transformers import AutoModelForCausalLM
+assert "raytraced" not in sys.modules
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+model.save_pretrained(sys.argv[2])
+print(type(model).__name__, model.model.card.model)
+"""
+
+
+def test_a_program_that_never_imports_raytraced_reads_the_folder_if_it_trusts_its_code(tmp_path):
+    """As lm-evaluation-harness does with `trust_remote_code=True`."""
+    rt.save_pretrained(language_model(), tmp_path / "one")
+    env = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", TRUSTING, str(tmp_path / "one"), str(tmp_path / "two")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.stdout == "RaytracedForCausalLM gpt-mre\n", done.stderr
+    code = [(tmp_path / folder / "modeling_raytraced.py").read_text() for folder in ("one", "two")]
+    assert code[0] == code[1]
+    assert not (tmp_path / "two" / "transformers.py").exists()  # the package's own code is not copied
 
 
 def say_more(model):
@@ -222,6 +339,47 @@ def test_the_loss_has_the_routers_own_part_in_proportion(name, tokens):
     torch.testing.assert_close(out.loss, expected + out.router_loss)
 
 
+def loss_and_gradients(model, tokens, **options):
+    model.zero_grad()
+    torch.manual_seed(3)
+    out = model(tokens, labels=tokens, **options)
+    out.loss.backward()
+    return out.loss.detach(), {name: own.grad for name, own in model.named_parameters() if own.grad is not None}
+
+
+CHECKPOINTED = [(name, None) for name in ROUTERS] + [("mre", "embedding"), ("mre", "first-block")]
+
+
+@pytest.mark.parametrize(("name", "routing_input"), CHECKPOINTED)
+def test_gradients_are_the_same_with_gradient_checkpointing_and_blocks_run_twice(name, routing_input, tokens):
+    options = {} if routing_input is None else {"routing_input": routing_input}
+    model = from_gpt(language_model(name, depth=3, **options)).train()
+    padding = {"attention_mask": (torch.arange(9) >= torch.tensor([[0], [2], [0]])).long()}
+    calls = [0, 0, 0]
+    for number, block in enumerate(model.model.blocks):
+        block.attention.register_forward_hook(lambda *_, n=number: calls.__setitem__(n, calls[n] + 1))
+    start = {key: value.clone() for key, value in model.state_dict().items()}
+    plain = [loss_and_gradients(model, tokens, **kept) for kept in ({}, padding)]
+    end = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(start)  # some routers move a bias in every pass
+    assert calls == [2, 2, 2]
+    model.gradient_checkpointing_enable()
+    assert model.is_gradient_checkpointing
+    again = [loss_and_gradients(model, tokens, **kept) for kept in ({}, padding)]
+    kept_first = routing_input == "first-block" or name in ("dense", "mlp-total", "mlp-avg")
+    first = 4 if kept_first else 6  # a first block whose vectors decide on all blocks is kept
+    assert calls == [first, 6, 6]
+    assert all(torch.equal(value, end[key]) for key, value in model.state_dict().items())
+    for (loss, gradients), (expected_loss, expected) in zip(again, plain, strict=True):
+        assert torch.equal(loss, expected_loss)
+        assert gradients.keys() == expected.keys()
+        for parameter, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[parameter], rtol=1e-5, atol=1e-7)
+    model.gradient_checkpointing_disable()
+    loss_and_gradients(model, tokens)
+    assert calls == [first + 1, 7, 7]
+
+
 class Lines(torch.utils.data.Dataset):
     def __len__(self):
         return 32
@@ -323,6 +481,11 @@ def test_bad_input_is_refused_in_one_line(model, tokens, tmp_path):
         "position_ids=[…]: must count up by one; texts cannot be packed": lambda: model(tokens, position_ids=torch.arange(9)[None] % 5),
         "past_key_values=StaticCache: must grow: a cache of fixed size is not supported; leave cache_implementation out":
             lambda: model.generate(tokens, max_new_tokens=2, cache_implementation="static"),
+        "every_n_layers=2: must be 1: all blocks are computed again, or none": lambda: model.gradient_checkpointing_enable(every_n_layers=2),
+        "use_cache=True: must be False with gradient checkpointing in training: a block that runs twice would fill the cache twice":
+            lambda: recomputing()(tokens, use_cache=True),
+        "cache=KVCache: leave it out with gradient_checkpointing: a block that runs twice would fill it twice":
+            lambda: recomputing().model(tokens, cache=KVCache()),
         "tie_word_embeddings=False: must be true: logits come from the embedding": lambda: RaytracedConfig(tie_word_embeddings=False),
         "model=gpt-mer: no such model; did you mean gpt-mre?": lambda: RaytracedConfig(layer="mer"),
         "model option hiden: gpt-mre has no such option; did you mean hidden?": lambda: RaytracedConfig(layer_options={"hiden": 3}),
@@ -342,7 +505,29 @@ def test_bad_input_is_refused_in_one_line(model, tokens, tmp_path):
     assert config["model_type"] == "raytraced"
 
 
+def recomputing():
+    model = from_gpt(language_model()).train()
+    model.gradient_checkpointing_enable()
+    return model
+
+
 def without_card():
     gpt = language_model()
     gpt.card = None
     return gpt
+
+
+def test_an_assistant_with_a_small_budget_leaves_the_likeliest_text_as_it_is(model, tokens, monkeypatch):
+    expected = model.generate(tokens[:1], max_new_tokens=12, do_sample=False)
+    assistant, budgets, run = model.assistant(1), [], model.model.forward
+    assert assistant.model is model.model
+    monkeypatch.setattr(
+        model.model, "forward", lambda *args, **options: budgets.append(options["max_experts"]) or run(*args, **options)
+    )
+    found = model.generate(tokens[:1], max_new_tokens=12, do_sample=False, assistant_model=assistant)
+    assert torch.equal(found, expected)
+    assert set(budgets) == {None, 1}
+    with pytest.raises(ValueError, match="max_experts=-1: must not be negative"):
+        model.assistant(-1)
+    with pytest.raises(ValueError, match="max_experts=1: gpt-top-k has no smaller budget"):
+        RaytracedForCausalLM.from_gpt(language_model("top-k")).assistant(1)

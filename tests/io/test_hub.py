@@ -33,6 +33,11 @@ def language_model():
 
 
 MODELS = {"classifier": classifier, "language": language_model}
+SHARED = {"model.safetensors", "config.json", "README.md"}
+FILES = {
+    "classifier": SHARED,
+    "language": SHARED | {"tokenizer.json", "tokenizer_config.json", "modeling_raytraced.py"},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -62,11 +67,7 @@ def test_a_saved_folder_gives_the_same_model(name, tmp_path):
     assert torch.equal(answers(again), answers(model))
     assert again.card == rt.load(tmp_path / "new" / "shared").card
     assert json.dumps(hub.config_values(again.card)) == json.dumps(hub.config_values(model.card))
-    assert {file.name for file in (tmp_path / "new" / "shared").iterdir()} == {
-        "model.safetensors",
-        "config.json",
-        "README.md",
-    }
+    assert {file.name for file in (tmp_path / "new" / "shared").iterdir()} == FILES[name]
 
 
 def test_a_language_models_config_holds_its_whole_card(tmp_path):
@@ -341,7 +342,7 @@ def test_a_pushed_model_comes_back_from_a_hub(name, tiny_hub, tmp_path):
     model = MODELS[name]()
     address = rt.push_to_hub(model, "me/model", token="hf_test")
     assert address.endswith("/me/model/commit/abc")
-    assert set(tiny_hub) == {"model.safetensors", "config.json", "README.md"}
+    assert set(tiny_hub) == FILES[name]
     assert 'from_pretrained("me/model")' in tiny_hub["README.md"].decode()
     where = {"cache_dir": tmp_path, "token": False}
     assert torch.equal(answers(rt.from_pretrained("me/model", **where)), answers(model))

@@ -15,6 +15,8 @@ from raytraced.errors import did_you_mean, require
 from raytraced.layer import LayerOutput, RoutedLayer
 from raytraced.routers.raytraced import RaytracedExperts
 
+SPLIT = ("intermediate", "output.dense")  # where BERT and the models made after it have the two halves of a block
+
 
 class HiddenOnly(nn.Module):
     """A routed layer that returns only its hidden vectors, for nn.Sequential and for custom blocks.
@@ -90,7 +92,9 @@ def replace_feed_forward(
     Args:
         model: The model to change.
         names: Names of blocks as `model.named_modules()` has them, or patterns such as "transformer.h.*.mlp". A pattern
-            is compared part by part: `*` stands for one part between two dots, or for some letters of it.
+            is compared part by part: `*` stands for one part between two dots, or for some letters of it. Where a block is
+            split over two modules, as in BERT, name the first, "encoder.layer.*.intermediate": the linear map of the second,
+            `output.dense`, belongs to the block, and the dropout and the norm after it stay.
         num_layers: Number of expert layers in each grid.
         num_experts: Number of experts per layer.
         upcycle: Whether experts start as copies of the block that they replace: those of the first layer as it is, those
@@ -112,11 +116,15 @@ def replace_feed_forward(
     # All are built before the first is put in place: if one cannot be built, the model stays as it was.
     made: dict[int, FeedForward] = {}
     found = find_blocks(model, names)
+    ends = {name: find_end(model, name) for name in found}
     for name, block in found.items():
         if id(block) not in made:  # a block that two parts share is replaced by one that they share
-            made[id(block)] = make_experts(name, block, num_layers, num_experts, upcycle, options)
+            whole = block if (end := ends[name]) is None else nn.Sequential(block, model.get_submodule(end))
+            made[id(block)] = make_experts(name, whole, num_layers, num_experts, upcycle, options)
     for name, block in found.items():
         model.set_submodule(name, made[id(block)])
+        if (end := ends[name]) is not None:
+            model.set_submodule(end, nn.Identity())
     return {name: made[id(block)] for name, block in found.items()}
 
 
@@ -135,6 +143,18 @@ def find_blocks(model: nn.Module, names: str | Iterable[str]) -> dict[str, nn.Mo
         if inside := next((other for other in found if other.startswith(f"{name}.")), None):
             raise ValueError(f"{name}: {inside} inside it is named as well; name one of them only")
     return found
+
+
+def find_end(model: nn.Module, name: str) -> str | None:
+    """The name of the linear map that ends a block split over two modules, as in BERT; None for a block in one module."""
+    parent, _, own = name.rpartition(".")
+    end = f"{parent}.{SPLIT[1]}".lstrip(".")
+    if own != SPLIT[0]:
+        return None
+    try:
+        return end if isinstance(model.get_submodule(end), nn.Linear) else None
+    except AttributeError:
+        return None
 
 
 def matches(name: str, pattern: str) -> bool:

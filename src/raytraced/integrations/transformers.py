@@ -8,7 +8,9 @@ Axes: B batch, T tokens, S tokens with those of the cache, D width, V vocabulary
 
 import math
 import os
+from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -16,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from raytraced.errors import require
-from raytraced.io.hub import card_of, config_values
+from raytraced.files import write_file
+from raytraced.io.hub import card_of, config_values, transformers_files
 from raytraced.io.saving import known_card, limit_tensors
 from raytraced.models.card import ModelCard, translate_old_names
 from raytraced.models.gpt import GPT, Block
@@ -106,6 +109,10 @@ class RaytracedConfig(PreTrainedConfig):
         self.layer_options = {key: value for key, value in options.items() if key != "dim"}
         super().__post_init__(**kwargs)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing to do: the code is in a package, so it is not copied into folders."""
+
     def card(self) -> ModelCard:
         """The card of the raytraced model."""
         return card_of(self.to_dict())
@@ -134,7 +141,9 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
     _input_embed_layer = "embedding"  # its weights are those of the output layer, too
     _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
     _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012
+    draft_experts: int | None = None  # of an assistant: limits `max_experts` of every call
 
     def __init__(self, config: RaytracedConfig) -> None:
         super().__init__(config)
@@ -162,6 +171,22 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
             made = cls(RaytracedConfig(**values))
         made.model = gpt
         return made.train(gpt.training)
+
+    def assistant(self, max_experts: int) -> "RaytracedForCausalLM":
+        """The same model with a small budget, for `generate(..., assistant_model=model.assistant(2))`.
+
+        Args:
+            max_experts: Largest number of experts that a drafted token runs, all blocks together.
+
+        Returns:
+            A model that shares the weights.
+        """
+        able, rule = self.model.answers_along_the_way, f"{self.model.name} has no smaller budget"
+        require(able, "max_experts", max_experts, rule)
+        require(max_experts >= 0, "max_experts", max_experts, "must not be negative")
+        made = type(self).from_gpt(self.model)
+        made.generation_config, made.draft_experts = deepcopy(self.generation_config), max_experts
+        return made
 
     @capture_outputs
     @can_return_tuple
@@ -196,13 +221,20 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("input_ids, inputs_embeds: give exactly one of them")
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         assert inputs is not None
+        recomputes = self.model.gradient_checkpointing and self.training
         if use_cache is None:
-            use_cache = self.config.use_cache and labels is None
+            use_cache = self.config.use_cache and labels is None and not recomputes
+        rule = (
+            "must be False with gradient checkpointing in training: a block that runs twice would fill the cache twice"
+        )
+        require(not (use_cache and recomputes), "use_cache", use_cache, rule)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
             rule = "must grow: a cache of fixed size is not supported; leave cache_implementation out"
             require(not past_key_values.is_compileable, "past_key_values", type(past_key_values).__name__, rule)
+        if self.draft_experts is not None:
+            max_experts = self.draft_experts if max_experts is None else min(max_experts, self.draft_experts)
         num_cached = 0 if past_key_values is None else past_key_values.get_seq_length()
         mask_BS = whole_mask(attention_mask, inputs, num_cached)
         check_positions(position_ids, mask_BS)
@@ -231,6 +263,32 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
             expert_load=active_BTLN.sum(1) / num_tokens,
             router_loss=out.loss,
         )
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> None:
+        """As in transformers, and with the tokenizer of the model's card, unless the folder holds one already.
+
+        Args:
+            save_directory: The folder.
+            args: As in transformers.
+            options: As in transformers.
+        """
+        super().save_pretrained(save_directory, *args, **options)
+        if options.get("is_main_process", True):
+            for name, content in transformers_files(self.config.card()).items():
+                if not (path := Path(save_directory) / name).exists():
+                    write_file(path, content)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModelForCausalLM") -> None:
+        """Nothing to do: the code is in a package, so it is not copied into folders."""
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, *args: Any, every_n_layers: int = 1, **kind: Any
+    ) -> None:
+        """Called by transformers; how blocks are computed again is the decoder's choice."""
+        rule = "must be 1: all blocks are computed again, or none"
+        require(every_n_layers == 1, "every_n_layers", every_n_layers, rule)
+        self.model.gradient_checkpointing = enable
 
     def resize_token_embeddings(self, *args: Any, **options: Any) -> nn.Module:
         """As in transformers; the decoder and its card get the new size.

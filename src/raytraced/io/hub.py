@@ -12,6 +12,7 @@ from raytraced.errors import require
 from raytraced.files import write_file
 from raytraced.io.hub_page import run_figures, write_page
 from raytraced.io.saving import known_card, load, save
+from raytraced.io.tokenizer import tokenizer_files
 from raytraced.models.card import ModelCard, translate_old_names
 from raytraced.models.output import Model, num_parameters
 from raytraced.models.registry import find_model
@@ -19,6 +20,17 @@ from raytraced.models.registry import find_model
 WEIGHTS, CONFIG, PAGE = "model.safetensors", "config.json", "README.md"
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 REPO_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+# What transformers reads where it is told to trust the code of a folder; else the user imports the same.
+CODE = "modeling_raytraced.py"
+CODE_TEXT = """# The model is in the package raytraced: pip install 'raytraced[transformers]'
+from raytraced.integrations.transformers import RaytracedConfig, RaytracedForCausalLM
+
+__all__ = ["RaytracedConfig", "RaytracedForCausalLM"]
+"""
+AUTO_MAP = {
+    "AutoConfig": "modeling_raytraced.RaytracedConfig",
+    "AutoModelForCausalLM": "modeling_raytraced.RaytracedForCausalLM",
+}
 # The names that configurations of transformers have for entries of a card.
 TRANSFORMERS_NAMES = {
     "vocab_size": "vocab_size",
@@ -36,6 +48,8 @@ def save_pretrained(
     model: Model, folder: str | Path, *, run: str | Path | None = None, name: str | None = None, store: bool = False
 ) -> None:
     """Write a folder to share: model.safetensors, config.json and README.md, a page made of the model's card.
+
+    The folder of a language model has its tokenizer, too, as transformers' AutoTokenizer reads it.
 
     Args:
         model: A model made by `raytraced.build` or `raytraced.load`.
@@ -55,6 +69,8 @@ def save_pretrained(
         save(model, folder / WEIGHTS, store=store)
         write_file(folder / CONFIG, json.dumps(config_values(card), indent=2) + "\n")
         write_file(folder / PAGE, page)
+        for file, content in transformers_files(card).items():
+            write_file(folder / file, content)
     except (OSError, ValueError):
         if made:  # leave no incomplete folder
             shutil.rmtree(made[-1])
@@ -174,8 +190,15 @@ def config_values(card: ModelCard) -> dict[str, Any]:
     parts = values.pop("spec") | values.pop("options")
     sizes = {theirs: parts.pop(ours) for ours, theirs in TRANSFORMERS_NAMES.items() if ours in parts}
     layer = values.pop("model").removeprefix("gpt-")
-    kind = {"model_type": "raytraced", "architectures": ["RaytracedForCausalLM"]}
+    kind = {"model_type": "raytraced", "architectures": ["RaytracedForCausalLM"], "auto_map": AUTO_MAP}
     return {**kind, "layer": layer, **sizes, "layer_options": parts, **values}
+
+
+def transformers_files(card: ModelCard) -> dict[str, str]:
+    """What transformers reads beside config.json and the weights, by name: the tokenizer and where the code is."""
+    if find_model(card.model)[0] != "gpt":
+        return {}
+    return {**tokenizer_files(card), CODE: CODE_TEXT}
 
 
 def card_of(values: dict[str, Any]) -> ModelCard:

@@ -92,8 +92,8 @@ def _usage(source: str, is_text: bool) -> list[str]:
     lines = ["```python", "import raytraced as rt", "", f"model = rt.from_pretrained({argument}){comment}", "```", ""]
     if is_text:
         lines += ["With transformers:", "", "```python", "import raytraced.integrations.transformers"]
-        lines += ["from transformers import AutoModelForCausalLM", ""]
-        lines += [f"model = AutoModelForCausalLM.from_pretrained({argument}){comment}", "```", ""]
+        lines += ["from transformers import pipeline", ""]
+        lines += [f'generate = pipeline("text-generation", {argument}){comment}', "```", ""]
     return lines
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from raytraced.data.cache import working_folder
 from raytraced.data.sources import say
 from raytraced.errors import printable
+from raytraced.io.tokenizer import byte_characters
 from raytraced.tasks.text.dataset import Text
 from raytraced.tasks.text.file_array import npy_file
 
@@ -72,7 +73,9 @@ def token_bytes(tokenizer: "Tokenizer") -> list[bytes]:
         )
     byte_of = {character: byte for byte, character in enumerate(byte_characters())}
     special = {one["id"]: one["content"].encode() for one in kind.get("added_tokens", [])}
-    missing = [byte for character, byte in byte_of.items() if character not in tokenizer.get_vocab()]
+    single = {one[0] for one in special.values() if len(one) == 1}  # a special token may stand for a byte
+    known = tokenizer.get_vocab()
+    missing = [byte for character, byte in byte_of.items() if character not in known and byte not in single]
     if missing:
         raise ValueError(
             f"tokenizer: does not fit: has no token for byte {missing[0]}; train it with the whole alphabet"
@@ -87,13 +90,6 @@ def token_bytes(tokenizer: "Tokenizer") -> list[bytes]:
         special[number] if number in special else bytes(byte_of[character] for character in vocabulary[number])
         for number in range(num)
     ]
-
-
-def byte_characters() -> list[str]:
-    """The character for each of 256 bytes in byte-level tokenizers: the same code if it is visible, else one from 256 on."""
-    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
 
 def encode_domains(
