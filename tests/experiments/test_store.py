@@ -1,0 +1,66 @@
+"""The experiment on experts in a store, at a size of kilobytes, with paths drawn at random."""
+
+import json
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+
+from experiments.store.contenders import CONTENDERS
+from experiments.store.measure import load_records, measure
+from experiments.store.report import BEST, judge, report
+from experiments.store.traces import SMALL, STORE, write_experts
+
+SIZES = replace(SMALL, num_prompts=2, prefill=2, decoded=5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("store")
+    write_experts(path / STORE, SIZES)
+    (path / "sizes.json").write_text(json.dumps(asdict(SIZES)))
+    shape = (SIZES.num_prompts, SIZES.context, SIZES.depth, SIZES.num_experts)
+    rng = np.random.default_rng(0)
+    active, guess = rng.random((2, *shape)) < 0.25
+    order = np.argsort(~active.reshape(*shape[:2], -1), axis=-1, kind="stable")
+    counts = active.sum((2, 3))[..., None]
+    nodes = np.where(np.arange(order.shape[-1]) < counts, order, -1)
+    np.savez_compressed(path / "mre.npz", active=active, nodes=nodes)
+    np.savez_compressed(path / "top-k.npz", active=active, guess=guess)
+    measure(path, [25.0])
+    return path
+
+
+def test_every_contender_is_measured_once_and_a_second_run_resumes(folder):
+    names = [row["name"] for row in load_records(folder)]
+    assert names == [contender.name for contender in CONTENDERS]
+    measure(folder, [25.0])
+    assert len(load_records(folder)) == len(names)
+
+
+def test_planned_reads_waste_nothing_and_never_exceed_those_on_demand(folder):
+    rows = {row["name"]: row for row in load_records(folder)}
+    on_demand, best = rows["LRU on demand"], rows[BEST]
+    assert best["num_wasted"] == best["unused"] == 0
+    assert best["num_uses"] == on_demand["num_uses"] > 0
+    assert best["num_reads"] <= on_demand["num_reads"]
+    guessed = rows["top-k: LRU + next block's gate"]
+    assert guessed["num_wasted"] + guessed["unused"] > 0  # random guesses are wrong
+
+
+def test_an_aim_that_is_missed_is_reported_as_missed(folder):
+    rows = load_records(folder)
+    slow = [row | {"compute": 1e-9, "bytes_read": 1} if row["name"] == BEST else row for row in rows]
+    wasteful = [row | {"num_wasted": 1} if row["name"] == BEST else row for row in rows]
+    assert next(line for line in judge(slow) if "bound" in line[1])[-1] == "missed"
+    assert next(line for line in judge(wasteful) if "wasted" in line[1])[-1] == "missed"
+    quick = [row | {"compute": 1e9} if row["name"] == BEST else row for row in rows]
+    assert next(line for line in judge(quick) if "bound" in line[1])[-1] == "met"
+
+
+def test_the_report_has_every_contender_and_a_picture(folder, tmp_path):
+    report(folder, tmp_path, tmp_path / "store.png")
+    text = (tmp_path / "store.md").read_text()
+    assert all(text.count(f"| {contender.name} |") == 2 for contender in CONTENDERS)
+    assert (tmp_path / "store.png").stat().st_size > 10_000
+    assert all("timeline" not in json.loads(line) for line in (tmp_path / "store.jsonl").read_text().splitlines())
