@@ -248,6 +248,34 @@ def test_a_caller_with_a_deadline_is_given_nothing_when_it_is_over(file):
     pool.close()
 
 
+def test_a_caller_that_gives_up_at_some_time_waits_its_turn_behind_the_plans(file):
+    pool, reader = open_pool(file, 5)
+    reader.gate.clear()
+    plan = pool.expect([0, 1, 2, 3])
+    found = []
+    asked = threading.Thread(target=lambda: found.extend(pool.acquire([7], until=1e9)))
+    asked.start()
+    with pool._pool.changed:
+        assert pool._pool.changed.wait_for(lambda: 7 in pool._pool.waited, timeout=10)
+    reader.gate.set()
+    asked.join(10)
+    assert found == [7]
+    assert reader.order == [0, 1, 2, 3, 7]
+    pool.release(found)
+    plan.close()
+    pool.close()
+
+
+def test_a_caller_that_gives_up_at_some_time_is_not_kept_out_by_plans_that_fill_the_memory(file):
+    pool, _ = open_pool(file, 1)
+    with pool.expect([0]) as plan:
+        with pool._pool.changed:
+            assert pool._pool.changed.wait_for(lambda: 0 in pool._pool.slot_of, timeout=10)
+        assert pool.acquire([5], plan, until=1e9) == [5]
+        pool.release([5])
+    pool.close()
+
+
 @pytest.mark.parametrize("planned", [False, True])
 def test_a_disk_error_is_one_line_for_each_caller_and_others_go_on(file, planned):
     error = {4: OSError("store.safetensors: expert grid.0.4 cannot be read (input/output error)")}

@@ -253,6 +253,8 @@ MISTAKES = {
     "generate store.safetensors a --memory 1KB": "memory=1.0 KB: must be at least",
     "generate store.safetensors a --memory lots": "memory=lots: must be a number of bytes",
     "generate model.safetensors a --memory 1GB": "is not a store",
+    "generate model.safetensors a --max-ms 5": "max_ms=5.0: is for models loaded from a store",
+    "generate store.safetensors a --max-ms 0": "max_ms=0.0: must be a number of milliseconds above 0",
     "generate store.safetensors a --device meta": "must be cpu for a model whose experts are in a store",
 }
 
@@ -276,98 +278,4 @@ def test_a_shared_folder_may_hold_a_store(tmp_path):
     loaded = raytraced.from_pretrained(tmp_path / "shared", memory="5 KB")
     assert pool_of(loaded).num_slots == 1
     assert num_parameters(loaded) == num_parameters(whole)
-    pool_of(loaded).close()
-
-
-@pytest.fixture
-def text_store(tmp_path):
-    """A language model of two blocks of six experts, in memory, and the file of its store."""
-    whole = raytraced.build("gpt-mre", **MODELS["gpt-mre"] | {"num_experts": 6, "context": 12}).eval()
-    raytraced.save(whole, tmp_path / "store.safetensors", store=True)
-    return whole, tmp_path / "store.safetensors"
-
-
-def continued(model, prompt, **options):
-    """The tokens that a model adds to texts, and how many experts each ran."""
-    generator = torch.Generator().manual_seed(1)
-    drawn = [(each.tokens, each.num_experts) for each in model.generate(prompt, 15, generator=generator, **options)]
-    return [torch.stack(part, 1) for part in zip(*drawn, strict=True)]
-
-
-@pytest.mark.skipif(not kernels.available(), reason="the compiled kernels are not built")
-@pytest.mark.parametrize("slots", [1, 3, 12])
-def test_a_store_continues_a_text_as_the_model_does_and_reads_nothing_in_vain(text_store, slots):
-    whole, path = text_store
-    loaded, prompt = raytraced.load(path, memory=slots * open_store(path).run_bytes), torch.randint(0, 256, (3, 4))
-    for options in ({}, {"max_experts": 2}, {"cached": False}):
-        for found, expected in zip(
-            continued(loaded, prompt, **options), continued(whole, prompt, **options), strict=True
-        ):
-            assert torch.equal(found, expected)
-    assert pool_of(loaded).stats.num_wasted == 0
-    assert not pool_of(loaded)._pool.plans
-    pool_of(loaded).close()
-
-
-def test_the_path_of_a_drawn_token_is_read_before_its_pass_begins(text_store):
-    _, path = text_store
-    loaded = raytraced.load(path)
-    pool = pool_of(loaded)
-    drawn = loaded.generate(torch.randint(0, 256, (1, 4)), 3, temperature=0.0)
-    paths = next(drawn).paths
-    (plan,) = pool._pool.plans
-    assert plan.order == [number for number in paths.active.flatten().nonzero()[:, 0].tolist()]
-    drawn.close()
-    assert not pool._pool.plans
-    pool.close()
-
-
-def test_a_deadline_in_bytes_gives_the_same_answer_whatever_is_in_memory(text_store):
-    whole, path = text_store
-    size, prompt = open_store(path).run_bytes, torch.randint(0, 256, (2, 5))
-    full = continued(whole, prompt, temperature=0.0)
-    found = {}
-    for reads in (0, 1, 2, 20):
-        loaded = raytraced.load(path, memory=4 * size)
-        found[reads] = continued(loaded, prompt, temperature=0.0, max_bytes=reads * size)
-        loaded(torch.randint(0, 256, (4, 9)))  # another text changes what is in memory
-        again = continued(loaded, prompt, temperature=0.0, max_bytes=reads * size)
-        alone = continued(loaded, prompt[1:], temperature=0.0, max_bytes=reads * size)
-        uncached = continued(loaded, prompt, temperature=0.0, max_bytes=reads * size, cached=False)
-        assert all(torch.equal(one, other) for one, other in zip(found[reads], again, strict=True))
-        assert all(torch.equal(one[1:], other) for one, other in zip(found[reads], alone, strict=True))
-        assert torch.equal(found[reads][0], uncached[0])
-        pool_of(loaded).close()
-    assert int(found[0][1].sum()) == 0
-    means = [found[reads][1].double().mean() for reads in (0, 1, 2, 20)]
-    assert means == sorted(means)
-    if kernels.available():
-        assert torch.equal(found[20][0], full[0])
-
-
-def test_experts_are_left_out_by_rank(text_store):
-    whole, path = text_store
-    loaded = raytraced.load(path)
-    tokens = torch.randint(0, 256, (2, 6))
-    paths = whole.plan(tokens)
-    route = loaded(tokens, max_bytes=open_store(path).run_bytes).routes[0]
-    for text in range(2):
-        known = set()
-        for token in range(6):
-            path_of = [node for node in paths.nodes[text, token].tolist() if node >= 0]
-            new = [node for node in path_of if node not in known][:1]
-            kept = [node for node in path_of if node in known or node in new]
-            assert [node for node in route.nodes[text, token].tolist() if node >= 0] == kept
-            assert route.active[text, token].flatten().nonzero()[:, 0].tolist() == sorted(kept)
-            known.update(kept)
-    pool_of(loaded).close()
-
-
-def test_a_deadline_in_bytes_is_refused_where_nothing_is_read(text_store):
-    whole, path = text_store
-    with pytest.raises(ValueError, match="max_bytes=1000: is for models loaded from a store"):
-        whole(torch.zeros(1, 3, dtype=torch.long), max_bytes=1000)
-    loaded = raytraced.load(path)
-    with pytest.raises(ValueError, match="max_bytes=-1: must be a whole number of bytes"):
-        loaded(torch.zeros(1, 3, dtype=torch.long), max_bytes=-1)
     pool_of(loaded).close()

@@ -33,6 +33,7 @@ def generate(
     device: str = "auto",
     memory: str | None = None,
     max_bytes: str | None = None,
+    max_ms: float | None = None,
     draft_experts: int | None = None,
     draft_tokens: int = 4,
     runs_dir: str = "runs",
@@ -49,6 +50,7 @@ def generate(
         seed: Seed of the draws.
         max_experts: Largest number of experts per byte, all blocks together.
         max_bytes: Of a store: the most bytes that a byte or token may read, such as 20MB; further experts are left out.
+        max_ms: Of a store: milliseconds that a pass waits for experts; those that have not arrived by then are left out.
         draft_experts: Draft with at most this many experts per byte, check several drafts in one pass; default: no drafts.
         draft_tokens: Number of bytes or tokens that are drafted before each check.
         json: Print the text and the experts of each byte as JSON at the end.
@@ -85,6 +87,7 @@ def generate(
         effort=effort,
         generator=torch.Generator(place).manual_seed(seed),
         max_bytes=None if max_bytes is None else parse_size("max_bytes", max_bytes),
+        max_ms=max_ms,
         draft_experts=draft_experts,
         draft_tokens=draft_tokens,
     )

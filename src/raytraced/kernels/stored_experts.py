@@ -75,7 +75,9 @@ def _run_layer(layer: StoredLayer, hidden_BD: Tensor, active_BN: Tensor, weights
     J, is_double = len(grid.widths) - 1, hidden_BD.dtype == torch.float64
     num_pairs, rows, offsets = sort_pairs(active_BN.contiguous(), max(B, 1), 1)
     mix_BN, out_BD = weights_BN.contiguous(), torch.empty_like(hidden_BD)
-    results_PD, bounds = hidden_BD.new_empty(num_pairs, D), offsets[0].tolist()
+    # What does not arrive in time adds nothing.
+    new = hidden_BD.new_empty if grid.limit is None else hidden_BD.new_zeros
+    results_PD, bounds = new(num_pairs, D), offsets[0].tolist()
     numbers = (B, 1, N, J, is_double, STREAMS.index(stream), torch.get_num_threads(), max(B, 1), 1)
     named = point(
         ("hidden", "mix", "out", "rows", "offsets", "results"), (hidden_BD, mix_BN, out_BD, rows, offsets, results_PD)

@@ -4,8 +4,8 @@ Axes: B batch, T tokens, n tokens without padding, S tokens that may be attended
 head, V vocabulary size, R width of what the router reads, L blocks, N experts per block.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
@@ -30,11 +30,19 @@ from raytraced.layer import (
 from raytraced.models.caches import KVCache, TextCaches, multiply_apart
 from raytraced.models.drafting import Drafting, generate_drafted
 from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost, num_parameters
-from raytraced.models.paths import Paths, PathTables, choose_rows, describe_paths, within_bytes
+from raytraced.models.paths import (
+    Paths,
+    PathTables,
+    choose_rows,
+    describe_paths,
+    reading_order,
+    within_bytes,
+    without_experts,
+)
 from raytraced.models.sampling import Drawn, draw_token
 from raytraced.replay import flat_route, keep_route_rows
 from raytraced.sequence import StopPerRow
-from raytraced.store.budget import ByteBudget
+from raytraced.store.budget import ByteBudget, TimeLimit
 from raytraced.store.experts import StoredExperts
 from raytraced.store.pool import ReadPlan
 
@@ -171,9 +179,12 @@ class ExpertPass:
             update_nD = none_BD.index_copy(0, self.kept_n, update_nD)
         return update_nD.view(hidden_BTD.shape)
 
-    def output(self, hidden_BTD: Tensor) -> LayerOutput:
-        """After the last block: the route of every token, and the router's losses."""
+    def output(self, hidden_BTD: Tensor, missed: Iterable[int] = ()) -> LayerOutput:
+        """After the last block: the route of every token, without experts that did not arrive, and the router's losses."""
         assert self.steps is not None
+        if missed:
+            assert self.steps.plan is not None  # only planned experts have a deadline
+            self.steps.plan = without_experts(self.steps.plan, missed)
         (route, loss, policy_loss_fn), kept_n = self.steps.result(), self.kept_n
         if kept_n is not None:
             route = spread_route(route, kept_n, self.shape.numel())
@@ -269,6 +280,7 @@ class GPT(Model):
         cache: KVCache | TextCaches | None = None,
         max_bytes: int | None = None,
         read_budgets: list[ByteBudget] | None = None,
+        max_ms: float | None = None,
     ) -> Output:
         """Tokens (B, T) -> the logits (B, T, V) of the token after each; with a cache they follow the tokens it holds.
 
@@ -277,8 +289,10 @@ class GPT(Model):
 
         In place of tokens their embeddings (B, T, D) may be given. A mask (B, S) covers all tokens, those of the cache first.
         With `max_bytes` a token runs the experts that are in memory and the first of the others, by rank, that so many bytes
-        hold; `read_budgets`, one per text, know what the tokens before read.
+        hold; `read_budgets`, one per text, know what the tokens before read. With `max_ms`, experts that have not arrived so
+        many milliseconds after the call are left out; they are read in the order of rank.
         """
+        limit = None if max_ms is None else self.time_limit(max_ms)
         rule = "must be False (exit_loss 0): a block's output is the next block's input, not an answer"
         require(not call.exits, "exits", call.exits, rule)
         self.check(encoded, mask, cache)
@@ -300,7 +314,7 @@ class GPT(Model):
             read_budgets = read_budgets or self.byte_budgets(max_bytes, len(encoded))
             texts_BT = torch.arange(len(encoded))[:, None].expand(encoded.shape[:2])
             experts.plan = within_bytes(experts.plan, experts.flat(texts_BT), read_budgets)
-        with self.reading(experts.plan):
+        with self.reading(experts.plan, limit):
             for number, block in enumerate(self.blocks):
                 arguments = (x_BTD, positions, mask_BTS, cache, number, experts)
                 if self.recomputes(cache) and experts.prepare(x_BTD):
@@ -311,7 +325,22 @@ class GPT(Model):
         last_BTD, weight_VD = self.norm(x_BTD), self.embedding.weight
         multiply = multiply_apart if isinstance(cache, TextCaches) else linear
         logits_BTV = multiply(last_BTD, weight_VD)
-        return gathered(logits_BTV, [experts.output(x_BTD)], sample_loss_fn)
+        return gathered(logits_BTV, [experts.output(x_BTD, limit.missed if limit else ())], sample_loss_fn)
+
+    def _exit_early(
+        self,
+        inputs: Tensor,
+        call: Call,
+        confidence: Any,
+        max_ms: float | None,
+        exit_every: Any,
+        mask: Tensor | None,
+        **own: Any,
+    ) -> Output:
+        """A decoder has one answer; with `max_ms` alone, experts of a store that do not arrive in time are left out of it."""
+        if confidence is not None or exit_every is not None:
+            return super()._exit_early(inputs, call, confidence, max_ms, exit_every, mask, **own)
+        return self.answer(inputs, call, mask, max_ms=max_ms, **own)
 
     def recomputes(self, cache: KVCache | TextCaches | None) -> bool:
         """Whether blocks run a second time in the backward pass, in place of keeping what they computed."""
@@ -320,19 +349,35 @@ class GPT(Model):
         require(not asked or cache is None, "cache", type(cache).__name__, rule)
         return asked
 
-    def reading(self, plan: Choice | None) -> AbstractContextManager[None]:
+    @contextmanager
+    def reading(self, plan: Choice | None, limit: TimeLimit | None) -> Iterator[None]:
         """While the blocks run, experts that are in a store are read ahead of the blocks that need them."""
         grid = self.layer.experts
-        return grid.reading(plan.active) if plan is not None and isinstance(grid, StoredExperts) else nullcontext()
+        if plan is None or not isinstance(grid, StoredExperts):
+            yield
+            return
+        nodes = None if plan.route is None else plan.route.nodes
+        order = None if limit is None else reading_order(grid, plan.active, nodes)
+        with grid.within(limit), grid.reading(plan.active, order):
+            yield
 
     def byte_budgets(self, max_bytes: int, num_texts: int) -> list[ByteBudget]:
         """A deadline in bytes for each of some texts; refuses a model that reads nothing, or plans nothing."""
-        grid = self.layer.experts
-        fits = isinstance(grid, StoredExperts) and self.path_follows_token
-        rule = "is for models loaded from a store whose paths depend on the token alone; leave it out"
-        require(fits, "max_bytes", max_bytes, rule)
-        assert isinstance(grid, StoredExperts)
+        grid = self.planned_store("max_bytes", max_bytes)
         return [ByteBudget(max_bytes, grid.pool.file, grid.pool.num_slots) for _ in range(num_texts)]
+
+    def time_limit(self, max_ms: float) -> TimeLimit:
+        """A deadline for a pass that begins now; refuses a model that reads nothing, or plans nothing."""
+        self.planned_store("max_ms", max_ms)
+        return TimeLimit(max_ms)
+
+    def planned_store(self, option: str, value: object) -> StoredExperts:
+        """The experts in a store whose paths are known beforehand; refuses an option for which there must be such."""
+        grid = self.layer.experts
+        rule = "is for models loaded from a store whose paths depend on the token alone; leave it out"
+        require(isinstance(grid, StoredExperts) and self.path_follows_token, option, value, rule)
+        assert isinstance(grid, StoredExperts)
+        return grid
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """The embeddings of tokens (B, T, D), or the vectors that were given in their place."""
@@ -505,6 +550,7 @@ class GPT(Model):
         generator: torch.Generator | None = None,
         cached: bool = True,
         max_bytes: int | None = None,
+        max_ms: float | None = None,
         draft_experts: int | None = None,
         draft_tokens: int = 4,
     ) -> Iterator[Drawn]:
@@ -525,6 +571,9 @@ class GPT(Model):
             cached: Whether to keep keys and values; False computes every window from the start, with the same result.
             max_bytes: Of a store: the most bytes that a token may read; its experts of higher rank are left out where they
                 are not in memory. The same number gives the same text. Default: no limit.
+            max_ms: Of a store: how many milliseconds a pass, over the prompt or over one token, waits for experts; those that
+                have not arrived by then are left out. They are read in the order of rank, so the last ranks are missing. The
+                text depends on the speed of the disk. Default: no limit.
             draft_experts: Draft tokens with at most this many experts each, and check several in one pass with the full
                 budget (speculative decoding), for one text. With temperature 0 the text is the same as without drafts; else
                 it has the same distribution, but a seed gives another text. Default: no drafts.
@@ -541,12 +590,14 @@ class GPT(Model):
         text_BT, cache, start = prompt, KVCache(), 0
         self.check(prompt, None, None)
         if draft_experts is not None:
-            for option, other in (("max_bytes", max_bytes), ("cached", None if cached else cached)):
+            refused = {"max_bytes": max_bytes, "max_ms": max_ms, "cached": None if cached else cached}
+            for option, other in refused.items():
                 require(other is None, option, other, "must be left out with draft_experts")
             drafting = Drafting(draft_experts, draft_tokens, temperature, top_p, max_experts, stop, generator)
             yield from generate_drafted(self, prompt, num_tokens, drafting)
             return
-        own: dict[str, Any] = {} if max_bytes is None else {"max_bytes": max_bytes}
+        limits = {"max_bytes": max_bytes, "max_ms": max_ms}
+        own: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
         ahead: ReadPlan | None = None
         try:
             for number in range(num_tokens):
@@ -564,16 +615,21 @@ class GPT(Model):
                 paths = self.describe(token_B, call) if self.path_follows_token else None
                 # The next pass runs this token alone, unless it begins again, or there is none.
                 is_next = cached and number < num_tokens - 1 and text_BT.shape[1] - start <= self.context
-                ahead = self.read_ahead(paths) if is_next and max_bytes is None else None
+                ahead = self.read_ahead(paths, by_rank=max_ms is not None) if is_next and max_bytes is None else None
                 yield Drawn(token_B, out.num_experts[:, -1], paths)
         finally:  # whoever reads the text may stop before its end
             if ahead is not None:
                 ahead.close()
 
-    def read_ahead(self, paths: Paths | None) -> ReadPlan | None:
-        """Begin to read the experts of tokens that were just drawn; None where experts are in memory, or paths unknown."""
+    def read_ahead(self, paths: Paths | None, by_rank: bool = False) -> ReadPlan | None:
+        """Begin to read the experts of tokens that were just drawn; None where experts are in memory, or paths unknown.
+
+        They are read in the order of blocks, or `by_rank` where some may not arrive in time.
+        """
         grid = self.layer.experts
-        return grid.expect(paths.active) if paths is not None and isinstance(grid, StoredExperts) else None
+        if paths is None or not isinstance(grid, StoredExperts):
+            return None
+        return grid.pool.expect(reading_order(grid, paths.active, paths.nodes if by_rank else None))
 
     def following(self, plan: ReadPlan | None) -> AbstractContextManager[None]:
         """While the blocks run, they use what a plan has read."""

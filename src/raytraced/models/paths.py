@@ -11,6 +11,7 @@ from torch import Tensor
 
 from raytraced.layer import Choice, map_route, unordered_route
 from raytraced.store.budget import ByteBudget
+from raytraced.store.experts import StoredExperts
 
 MOST_TABLES = 8  # one per budget and stop; a caller that asks for another one each time must not fill the memory
 
@@ -86,7 +87,7 @@ def within_bytes(choice: Choice | None, texts_n: Tensor, budgets: Sequence[ByteB
     """
     assert choice is not None  # only paths that are known beforehand have deadlines in bytes
     route = choice.route or unordered_route(choice.active)
-    active, nodes = torch.zeros_like(choice.active), []
+    active = torch.zeros_like(choice.active)
     for token, text in enumerate(texts_n.tolist()):
         if route.nodes is None:
             path = choice.active[token].flatten().nonzero()[:, 0].tolist()
@@ -94,13 +95,43 @@ def within_bytes(choice: Choice | None, texts_n: Tensor, budgets: Sequence[ByteB
             path = [node for node in route.nodes[token].tolist() if node >= 0]
         kept = budgets[text].admit(path)
         active[token].view(-1)[kept] = 1
-        nodes.append(kept)
-    if route.nodes is not None:
-        padded = [kept + [-1] * (route.nodes.shape[1] - len(kept)) for kept in nodes]
-        nodes_nS = torch.tensor(padded, dtype=route.nodes.dtype).view(route.nodes.shape)
+    return keep_active(choice, active)
+
+
+def without_experts(choice: Choice, missed: Iterable[int]) -> Choice:
+    """What is left of paths without some experts, numbered l·N + i."""
+    active = choice.active.clone()
+    active.flatten(1)[:, list(missed)] = 0
+    return keep_active(choice, active)
+
+
+def keep_active(choice: Choice, active: Tensor) -> Choice:
+    """A choice of which only the experts in `active` (n, L, N) run; the others keep their order."""
+    route = choice.route or unordered_route(choice.active)
+    if route.nodes is not None and route.nodes.numel():
+        is_kept_nS = (active.flatten(1).gather(1, route.nodes.clamp(min=0)) > 0) & (route.nodes >= 0)
+        places_nS = (~is_kept_nS).int().argsort(dim=1, stable=True)  # those that stay come first
+        nodes_nS = route.nodes.masked_fill(~is_kept_nS, -1).gather(1, places_nS)
         route = route._replace(nodes=nodes_nS)
     route = route._replace(active=active, num_active=active.sum((-1, -2)).long())
     return choice._replace(active=active, weights=choice.weights * active, route=route)
+
+
+def reading_order(grid: StoredExperts, active: Tensor, nodes: Tensor | None) -> list[int]:
+    """In which order the experts of tokens are read if some may not arrive in time: by rank, numbered as in the pool.
+
+    Where they do not all fit into memory, or have no order of activation, they are read in the order of blocks.
+
+    Args:
+        grid: The experts.
+        active: (..., L, N), not 0 where an expert runs.
+        nodes: (..., S), their order of activation, padded with −1.
+    """
+    order = grid.order(active)
+    if nodes is None or len(order) > grid.pool.num_slots:
+        return order
+    by_rank = nodes.reshape(-1, nodes.shape[-1]).T.flatten().tolist()
+    return list(dict.fromkeys([grid.first + node for node in by_rank if node >= 0]))
 
 
 def describe_paths(choice: Choice, macs_per_expert: int, shape: torch.Size) -> Paths:

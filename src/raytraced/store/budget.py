@@ -1,7 +1,9 @@
-"""A deadline in bytes: which experts of a path are computed when each token may read so many bytes and no more."""
+"""Deadlines: which experts of a path are computed when a token may read so many bytes, or a pass may wait for so long."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from math import inf
+from time import perf_counter
 
 from raytraced.errors import require
 from raytraced.store.layout import StoreFile
@@ -47,3 +49,17 @@ class ByteBudget:
             if len(self.recent) > self.num_slots:
                 self.recent.popitem(last=False)
         return admitted
+
+
+class TimeLimit:
+    """How long one pass waits for experts; what has not arrived by then is left out.
+
+    Args:
+        max_ms: Milliseconds from now on.
+    """
+
+    def __init__(self, max_ms: float) -> None:
+        fits = isinstance(max_ms, int | float) and not isinstance(max_ms, bool) and 0 < max_ms < inf
+        require(fits, "max_ms", repr(max_ms), "must be a number of milliseconds above 0")
+        self.until = perf_counter() + max_ms / 1000
+        self.missed: set[int] = set()  # experts of the grid that were left out, numbered l·N + i

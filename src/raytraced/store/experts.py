@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raytraced.experts import MLPExperts
+from raytraced.store.budget import TimeLimit
 from raytraced.store.pool import ExpertPool, ReadPlan
 
 
@@ -65,9 +66,12 @@ class StoredExperts(nn.Module):
         return self.pool.expect(self.order(active))
 
     @contextmanager
-    def reading(self, active: Tensor) -> Iterator[None]:
-        """Read the experts of some rows (..., L, N) ahead of the layers that this thread runs inside the block."""
-        order = self.order(active)
+    def reading(self, active: Tensor, order: list[int] | None = None) -> Iterator[None]:
+        """Read the experts of some rows (..., L, N) ahead of the layers that this thread runs inside the block.
+
+        They are read in the order of layers, or in the order that is given, numbered as in the pool.
+        """
+        order = self.order(active) if order is None else order
         if self.plan is not None and self.plan.covers(order):  # they are on their way
             yield
             return
@@ -93,16 +97,46 @@ class StoredExperts(nn.Module):
         """The plan of the block that this thread is in."""
         return getattr(self._call, "plan", None)
 
+    @contextmanager
+    def within(self, limit: TimeLimit | None) -> Iterator[None]:
+        """Leave out what does not arrive in time while this thread runs layers inside the block; None: wait for all."""
+        before = self.limit
+        self._call.limit = limit
+        try:
+            yield
+        finally:
+            self._call.limit = before
+
+    @property
+    def limit(self) -> TimeLimit | None:
+        """The deadline of the block that this thread is in."""
+        return getattr(self._call, "limit", None)
+
+    def acquire(self, experts: list[int], plan: ReadPlan | None) -> list[int]:
+        """Wait for the first of some experts, numbered as in the pool; none of them when the time is over."""
+        limit = self.limit
+        if limit is None:
+            return self.pool.acquire(experts, plan)
+        # What was left out once stays out: a pass has one path.
+        experts = [expert for expert in experts if expert - self.first not in limit.missed]
+        ready = self.pool.acquire(experts, plan, limit.until) if experts else []
+        if not ready:
+            limit.missed.update(expert - self.first for expert in experts)
+        return ready
+
     def run_layer(self, layer: int, hidden_BD: Tensor) -> Tensor:
         """All experts of a layer on all rows (B, N, D)."""
         return torch.stack([self.run_expert(layer, expert, hidden_BD) for expert in range(self.num_experts)], 1)
 
     def run_expert(self, layer: int, expert: int, hidden_nD: Tensor) -> Tensor:
-        """One expert on its rows (n, D)."""
+        """One expert on its rows (n, D); zeros if it does not arrive in time."""
         self.check(hidden_nD)
         number = self.first + layer * self.num_experts + expert
-        result_nD: Tensor = self.pool.use(number, lambda slot: self.run_from(slot, hidden_nD), self.plan)
-        return result_nD
+        ready = self.acquire([number], self.plan)
+        try:
+            return self.run_from(self.pool.slot(number), hidden_nD) if ready else torch.zeros_like(hidden_nD)
+        finally:
+            self.pool.release(ready)
 
     def run_from(self, slot: memoryview, hidden_nD: Tensor) -> Tensor:
         """The expert that is in a slot, on its rows (n, D)."""
@@ -164,8 +198,7 @@ class StoredLayer:
         waiting = [self.first + expert for expert in needed]
         own = pool.expect(waiting) if plan is None or not plan.covers(waiting) else None
         try:
-            while waiting:
-                ready = pool.acquire(waiting, own or plan)
+            while waiting and (ready := self.experts.acquire(waiting, own or plan)):
                 try:
                     yield [expert - self.first for expert in ready]
                 finally:

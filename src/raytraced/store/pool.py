@@ -2,8 +2,8 @@
 
 Three rules decide what is read, and what leaves:
 
-- An expert that a caller waits for is read first; then the plans, the nearest use first. What is in memory, or is being read,
-  is not read again.
+- An expert that a caller waits for is read first; then the plans, the nearest use first. A caller that gives up at some time
+  waits its turn: its plan says what is worth most until then. What is in memory, or is being read, is not read again.
 - The least recently used expert that no plan needs leaves first; where every expert is needed, the one that is needed last
   (Belady's rule within the plans), and only for one that is needed sooner.
 - An expert stays while it is computed with (it is pinned). A caller never waits while it holds a pin, so callers that share a
@@ -103,7 +103,8 @@ class _Pool:
         self.needed: Counter[int] = Counter()  # outstanding uses of all plans
         self.idle: OrderedDict[int, None] = OrderedDict()  # may leave, the least recently used first
         self.held: set[int] = set()  # in memory and not pinned, but needed by a plan or waited for
-        self.waited: OrderedDict[int, int] = OrderedDict()  # experts that callers wait for, and how many callers
+        self.waited: Counter[int] = Counter()  # experts that callers wait for, and how many callers
+        self.urgent: Counter[int] = Counter()  # of these, callers that do not give up
         self.failed: dict[int, Exception] = {}
         self.plans: list[ReadPlan] = []
         self.stats = ReadStats()
@@ -157,8 +158,8 @@ class _Pool:
 
     def wait(self, experts: Sequence[int], until: float | None) -> list[int]:
         began = perf_counter()
-        for expert in experts:
-            self.waited[expert] = self.waited.get(expert, 0) + 1
+        self.waited.update(experts)
+        self.urgent.update(experts if until is None else ())
         self.changed.notify_all()
         try:
             while not (ready := [expert for expert in experts if expert in self.slot_of]):
@@ -171,6 +172,7 @@ class _Pool:
                 self.changed.wait(None if until is None else max(0.0, until - perf_counter()))
             return ready
         finally:
+            self.urgent -= Counter(experts if until is None else ())
             for expert in experts:
                 self.waited[expert] -= 1
                 if not self.waited[expert]:
@@ -235,11 +237,19 @@ class _Pool:
 
     def next_read(self) -> tuple[int, int] | None:
         """The expert to read next and the slot for it, None if there is none."""
-        for expert in self.waited:
+        return self.next_waited(self.urgent) or self.next_planned() or self.next_waited(self.waited)
+
+    def next_waited(self, experts: Iterable[int]) -> tuple[int, int] | None:
+        """The first of some experts that callers wait for."""
+        for expert in experts:
             if self.is_absent(expert) and expert not in self.failed:
                 slot = self.make_room(expert, urgent=True)
                 if slot is not None:
                     return expert, slot
+        return None
+
+    def next_planned(self) -> tuple[int, int] | None:
+        """The expert of all plans whose use is nearest."""
         nearest: ReadPlan | None = None
         for plan in self.plans:
             while plan.next < len(plan.order) and (
@@ -365,7 +375,7 @@ class ExpertPool:
         """Wait until at least one of some experts is in memory.
 
         Args:
-            experts: Numbers of experts; those that are missing are read before all others.
+            experts: Numbers of experts; those that are missing are read before all others, with `until` after the plans.
             plan: The plan that these uses belong to.
             until: The time (of `time.perf_counter`) at which to give up.
 
