@@ -9,7 +9,7 @@ python -m experiments.store report FOLDER       # benchmarks/store.md, benchmark
 import argparse
 from pathlib import Path
 
-from experiments.store.measure import LIMITS, measure
+from experiments.store.measure import LIMITS, ROUNDS, measure
 from experiments.store.report import report
 from experiments.store.traces import SMALL, Sizes, prepare
 
@@ -19,11 +19,12 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--limits", type=float, nargs="+", default=list(LIMITS), help="percent of all experts")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so many minutes")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often each contender is measured")
     parser.add_argument("--small", action="store_true", help="a store of 2 MB, to try the commands")
     arguments = parser.parse_args()
     if arguments.action == "prepare":
         prepare(arguments.folder, SMALL if arguments.small else Sizes())
     elif arguments.action == "measure":
-        measure(arguments.folder, arguments.limits, arguments.minutes)
+        measure(arguments.folder, arguments.limits, arguments.minutes, arguments.rounds)
     else:
         report(arguments.folder)

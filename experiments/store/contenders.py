@@ -137,10 +137,10 @@ class MappedPool:
 
     def __init__(self, reader: ExpertReader, memory: int) -> None:
         self.file, self.reader, self.num_slots = reader.file, reader, memory // reader.file.run_bytes
-        self.memory = mmap.mmap(reader.descriptor, 0, access=mmap.ACCESS_COPY)
+        self.memory = mmap.mmap(reader.descriptors[0], 0, access=mmap.ACCESS_COPY)
         self.view, self.stats = memoryview(self.memory), ReadStats()
         self.recent: OrderedDict[int, None] = OrderedDict()
-        os.posix_fadvise(reader.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(reader.descriptors[0], 0, 0, os.POSIX_FADV_DONTNEED)
 
     def expect(self, order: Sequence[int]) -> Any:
         return SimpleNamespace(close=lambda: None, covers=lambda experts: True)
@@ -156,7 +156,7 @@ class MappedPool:
             if len(self.recent) > self.num_slots:
                 gone = self.file.runs[self.recent.popitem(last=False)[0]].offset
                 self.memory.madvise(mmap.MADV_DONTNEED, gone, self.file.run_bytes)
-                os.posix_fadvise(self.reader.descriptor, gone, self.file.run_bytes, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self.reader.descriptors[0], gone, self.file.run_bytes, os.POSIX_FADV_DONTNEED)
         return list(experts)
 
     def release(self, experts: Any) -> None:

@@ -350,6 +350,23 @@ def test_a_pushed_model_comes_back_from_a_hub(name, tiny_hub, tmp_path):
     assert torch.equal(answers(rt.from_pretrained("me/model", **where)), answers(model))
 
 
+def test_a_store_in_several_files_comes_from_a_hub(tiny_hub, tmp_path):
+    model = rt.build("gpt-mre", dim=16, hidden=24, depth=2, num_heads=2, context=16, num_experts=4).eval()
+    rt.save_pretrained(model, tmp_path / "folder", store=True, max_shard_size="20 KB")
+    tiny_hub.update({file.name: file.read_bytes() for file in (tmp_path / "folder").iterdir()})
+    where, tokens = {"cache_dir": tmp_path / "cache", "token": False, "memory": "10 KB"}, torch.randint(0, 256, (1, 9))
+    for offline in (False, True):
+        huggingface_hub.constants.HF_HUB_OFFLINE = offline  # the fixture puts it back
+        loaded = rt.from_pretrained("me/model", **where)
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits.detach())
+        loaded.layer.experts.pool.close()
+    huggingface_hub.constants.HF_HUB_OFFLINE = False
+    gone = sorted(name for name in tiny_hub if "-of-" in name)[1]
+    del tiny_hub[gone]
+    with pytest.raises(ValueError, match=f"cut: {gone}, one of its files, is missing$"):
+        rt.from_pretrained("me/model", **where | {"cache_dir": tmp_path / "another"})
+
+
 def test_a_repository_without_weights_and_one_that_is_missing_are_refused_in_one_line(tiny_hub, tmp_path):
     tiny_hub["pytorch_model.bin"] = b"never read"
     where = {"cache_dir": tmp_path, "token": False}

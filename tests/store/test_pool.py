@@ -2,10 +2,13 @@
 
 import copy
 import gc
+import os
 import random
+import signal
 import threading
 import weakref
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -302,9 +305,64 @@ def test_an_error_of_the_system_names_the_file_and_the_expert(file, monkeypatch)
     pool.close()
 
 
-def test_reads_that_come_in_pieces_are_put_together(file, monkeypatch):
-    import os
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no file here gives a read error")
+def test_an_error_that_the_system_returns_is_one_line(file):
+    reader = ExpertReader(file, False)
+    os.dup2(os.open("/proc/self/mem", os.O_RDONLY), reader.descriptors[0])  # nothing is mapped at these addresses
+    pool = ExpertPool(reader, 4096)
+    with pytest.raises(OSError, match=r"store\.safetensors: expert grid\.0\.3 cannot be read \(input/output error\)$"):
+        pool.use(3, first_number)
+    pool.close()
 
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_process_that_is_killed_while_it_reads_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "store.safetensors"
+    write_store(path, {}, {"grid": GridShape(1, NUM)}, lambda *_: torch.ones(SIZE), "")
+    before, (receiving, sending) = path.read_bytes(), os.pipe()
+    child = os.fork()
+    if not child:
+        pool, reader = open_pool(open_store(path), 4, threads=2)
+        found = pool.use(0, first_number)
+        reader.gate.clear()
+        pool.expect([1, 2, 3])
+        with pool._pool.changed:
+            pool._pool.changed.wait_for(lambda: len(pool._pool.reading) == 2, timeout=10)
+        os.write(sending, b"reads" if found == 1 else b"wrong")
+        signal.pause()
+    assert os.read(receiving, 5) == b"reads"
+    os.kill(child, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == before
+    for descriptor in (receiving, sending):
+        os.close(descriptor)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_is_refused_in_one_line(file):
+    pool, _ = open_pool(file, 2)
+    use_all(pool, [0, 1])
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if not child:  # neither the slots nor the reading threads are here
+        words = b"no error"
+        try:
+            pool.use(0, first_number)
+        except ValueError as error:
+            words = str(error).encode()
+        os.write(sending, words)
+        pool.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.read(receiving, 1000).decode().endswith("was opened by another process; load the model in this one")
+    use_all(pool, [2, 0])
+    pool.close()
+    for descriptor in (receiving, sending):
+        os.close(descriptor)
+
+
+def test_reads_that_come_in_pieces_are_put_together(file, monkeypatch):
     whole = os.preadv
     monkeypatch.setattr("os.preadv", lambda descriptor, buffers, offset: whole(descriptor, [buffers[0][:1000]], offset))
     pool = ExpertPool(ExpertReader(file, False), 4096)

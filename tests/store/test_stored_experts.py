@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import threading
 from dataclasses import asdict
 
@@ -12,6 +13,7 @@ import raytraced
 from raytraced import kernels
 from raytraced.cli.main import main
 from raytraced.experts import MLPExperts, Stream
+from raytraced.files import DamagedFileError
 from raytraced.models.output import num_parameters
 from raytraced.store.experts import StoredExperts, expert_numbers
 from raytraced.store.layout import GridShape, open_store, write_store
@@ -230,6 +232,19 @@ def test_a_limit_below_one_expert_is_refused_when_a_store_is_loaded(model):
     _, path = model
     with pytest.raises(ValueError, match=r"^memory=100 B: must be at least \d+\.\d KB, the size of one expert"):
         raytraced.load(path, memory="100 B")
+
+
+def test_a_file_that_is_cut_while_a_model_uses_it_is_one_line_for_each_call(model):
+    whole, path = model
+    run_bytes = open_store(path).run_bytes
+    loaded = raytraced.load(path, memory=run_bytes)
+    os.truncate(path, open_store(path).runs[0].offset + 100)
+    for _ in range(2):
+        with pytest.raises(DamagedFileError, match=r"store\.safetensors: cut: ends inside expert") as error:
+            loaded(inputs_of(whole, 7))
+        assert "\n" not in str(error.value)
+    assert not pool_of(loaded)._pool.plans
+    pool_of(loaded).close()
 
 
 def test_a_store_is_written_and_used_on_the_command_line(tmp_path, monkeypatch, capsys):

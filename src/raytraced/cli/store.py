@@ -7,11 +7,18 @@ from raytraced.cli.training import find_source
 from raytraced.errors import printable, require
 
 
-def store(run: str, output: str, weights: Literal["last", "best"] = "last", runs_dir: str = "runs") -> None:
+def store(
+    run: str,
+    output: str,
+    max_shard_size: str | None = None,
+    weights: Literal["last", "best"] = "last",
+    runs_dir: str = "runs",
+) -> None:
     """Write a trained model as a store, whose experts are read when they are needed: for models larger than memory.
 
     Args:
         output: The file to write, for example large.safetensors.
+        max_shard_size: Size above which the store is written as several files and an index, such as 5GB; default: one file.
     """
     path = Path(output)
     require(path.suffix == ".safetensors", "output", output, "must end in .safetensors")
@@ -24,8 +31,9 @@ def store(run: str, output: str, weights: Literal["last", "best"] = "last", runs
 
     same = path.exists() and path.samefile(find_model_file(source, runs_dir))
     require(not same, "output", output, "is the model itself; write the store to another file")
-    save(load(source), path, store=True)
-    file = open_store(path)
+    save(load(source), path, store=True, max_shard_size=max_shard_size)
+    file = open_store(find_model_file(path))
     total, rest = len(file.runs) * file.run_bytes, sum(tensor.nbytes for tensor in file.tensors.values())
     experts = f"{len(file.runs)} experts of {format_size(file.run_bytes)}, {format_size(total)} in all"
-    print(f"{printable(path)}: {experts}; everything else takes {format_size(rest)}")
+    files = "" if len(file.shards) == 1 else f", {len(file.shards)} files"
+    print(f"{printable(file.path)}: {experts}; everything else takes {format_size(rest)}{files}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from raytraced.errors import check_seed, check_threads, printable, require
-from raytraced.io.finding import PRETRAINED, find_model_place
+from raytraced.io.finding import PRETRAINED, find_model_place, find_weights
 from raytraced.training.config import TrainConfig, make_config
 from raytraced.training.run_folder import RunFolder, list_runs, open_run
 
@@ -377,7 +377,7 @@ def find_source(run: str, runs_dir: str, weights: str | None = None) -> str:
     place = find_model_place(run, runs_dir)
     if place.parent == PRETRAINED:
         return run
-    if place.is_file() or (weights != "best" and (place / "model.safetensors").is_file()):
+    if place.is_file() or (weights != "best" and find_weights(place)):
         return str(place)
     folder = RunFolder(place)
     if weights == "best" and not folder.best.is_file():

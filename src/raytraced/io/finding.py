@@ -5,23 +5,31 @@ from pathlib import Path
 from raytraced.errors import did_you_mean
 
 PRETRAINED = Path(__file__).parent.parent / "pretrained"
+MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")  # the file of a model, or the index of several files
+
+
+def find_weights(folder: Path) -> Path | None:
+    """The file of the model that a folder holds, or the index of its files; None where there is none."""
+    return next((folder / name for name in MODEL_FILES if (folder / name).is_file()), None)
 
 
 def find_model_place(source: str | Path, runs_dir: str | Path = "runs") -> Path:
     """Find what a name or path refers to; `raytraced.load` and every command use this function.
 
     Args:
-        source: A file, a run folder, the name of a run in `runs_dir`, or the name of a shipped model; tried in this order.
+        source: A file (or the name under which a store was written as several), a run folder, the name of a run in
+            `runs_dir`, or the name of a shipped model; tried in this order.
         runs_dir: Folder that holds run folders.
 
     Returns:
         A file, or a folder that holds model.safetensors or the config.yaml of a run.
     """
     path = Path(source)
-    if path.is_file():
-        return path
+    for file in (path, Path(f"{path}.index.json")):
+        if file.is_file():
+            return file
     for folder in (path, Path(runs_dir) / path):
-        if any((folder / name).is_file() for name in ("model.safetensors", "config.yaml")):
+        if find_weights(folder) or (folder / "config.yaml").is_file():
             return folder
     shipped = PRETRAINED / f"{source}.safetensors"
     if path.name == str(source) and shipped.is_file():
@@ -43,11 +51,12 @@ def find_model_file(source: str | Path, runs_dir: str | Path = "runs") -> Path:
         runs_dir: Folder that holds run folders.
 
     Returns:
-        The model.safetensors file.
+        The model.safetensors file, or the index of several files.
     """
     place = find_model_place(source, runs_dir)
     if place.is_file():
         return place
-    if not (place / "model.safetensors").is_file():
+    file = find_weights(place)
+    if file is None:
         raise ValueError(f"{place}: holds no model.safetensors; the run is not complete: `raytraced resume {place}`")
-    return place / "model.safetensors"
+    return file

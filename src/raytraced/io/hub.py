@@ -4,18 +4,22 @@ import json
 import re
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from raytraced.errors import require
 from raytraced.files import write_file
+from raytraced.io.finding import find_weights
 from raytraced.io.hub_page import run_figures, write_page
 from raytraced.io.saving import known_card, load, save
 from raytraced.io.tokenizer import tokenizer_files
 from raytraced.models.card import ModelCard, translate_old_names
 from raytraced.models.output import Model, num_parameters
 from raytraced.models.registry import find_model
+from raytraced.store.index import index_path, read_index
+from raytraced.store.layout import STORE_FORMAT
 
 WEIGHTS, CONFIG, PAGE = "model.safetensors", "config.json", "README.md"
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
@@ -45,7 +49,13 @@ TRANSFORMERS_NAMES = {
 
 
 def save_pretrained(
-    model: Model, folder: str | Path, *, run: str | Path | None = None, name: str | None = None, store: bool = False
+    model: Model,
+    folder: str | Path,
+    *,
+    run: str | Path | None = None,
+    name: str | None = None,
+    store: bool = False,
+    max_shard_size: int | str | None = None,
 ) -> None:
     """Write a folder to share: model.safetensors, config.json and README.md, a page made of the model's card.
 
@@ -58,6 +68,7 @@ def save_pretrained(
         name: The repository "owner/name" that the folder is for; the page's title and example. Without it the title is
             the folder's name, and the example loads the page's own folder.
         store: Whether model.safetensors is a store, from which each expert can be read by itself: see `raytraced.save`.
+        max_shard_size: Of a store: the size above which it is written as several files and an index: see `raytraced.save`.
     """
     folder, card = Path(folder), known_card(model, "shared")
     size = num_parameters(model)
@@ -66,7 +77,7 @@ def save_pretrained(
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        save(model, folder / WEIGHTS, store=store)
+        save(model, folder / WEIGHTS, store=store, max_shard_size=max_shard_size)
         write_file(folder / CONFIG, json.dumps(config_values(card), indent=2) + "\n")
         write_file(folder / PAGE, page)
         for file, content in transformers_files(card).items():
@@ -103,7 +114,7 @@ def from_pretrained(
     if not path.exists() and REPO_ID.fullmatch(str(source)):
         where = {"revision": revision, "token": token, "cache_dir": cache_dir}
         return load(download(str(source), local_files_only=local_files_only, **where), memory=memory)
-    if not (path / WEIGHTS).exists():
+    if find_weights(path) is None:
         files = [file for file in (path, *path.glob("*")) if file.is_file()]
         if found := sorted(file.name for file in files if file.suffix in PICKLES):
             raise ValueError(f"{source}: {found[0]} is a pickle, which may run code when it is read; needs {WEIGHTS}")
@@ -151,10 +162,24 @@ def push_to_hub(
 
 
 def download(repo_id: str, **where: Any) -> Path:
-    """The path of a repository's weights, from the Hub or from the cache; no other file is downloaded."""
+    """The path of a repository's weights, or of their index, from the Hub or from the cache; nothing else is downloaded."""
     hub = import_hub("from_pretrained")
+
+    def fetch(file: str) -> Path:
+        return Path(hub.hf_hub_download(repo_id, file, library_name="raytraced", **where))
+
     try:
-        return Path(hub.hf_hub_download(repo_id, WEIGHTS, library_name="raytraced", **where))
+        try:
+            return fetch(WEIGHTS)
+        except hub.errors.EntryNotFoundError as missing:
+            try:
+                index = fetch(index_path(Path(WEIGHTS)).name)
+            except hub.errors.EntryNotFoundError:
+                raise missing from None
+        for file in read_index(index, STORE_FORMAT).tensors:
+            with suppress(hub.errors.EntryNotFoundError):  # who opens the store says which file is missing
+                fetch(file)
+        return index
     except hub.errors.LocalEntryNotFoundError as error:
         raise ValueError(
             f"{repo_id}: is not a folder here and not in the cache, and the Hub cannot be reached"

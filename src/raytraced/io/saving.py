@@ -32,7 +32,9 @@ from raytraced.models.output import Model
 from raytraced.models.registry import build, find_model
 from raytraced.plugins import missing_plugins
 from raytraced.store.experts import StoredExperts, expert_numbers
-from raytraced.store.layout import STORE_FORMAT, GridShape, StoreFile, open_store, read_format, write_store
+from raytraced.store.headers import read_format
+from raytraced.store.index import is_index
+from raytraced.store.layout import SHARD_FORMAT, STORE_FORMAT, GridShape, StoreFile, open_store, write_store
 from raytraced.store.pool import ExpertPool, LimitError
 from raytraced.store.reader import ExpertReader, parse_size
 
@@ -40,7 +42,7 @@ MODEL_FORMAT = "raytraced-model-2"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 
 
-def save(model: Model, path: str | Path, *, store: bool = False) -> None:
+def save(model: Model, path: str | Path, *, store: bool = False, max_shard_size: int | str | None = None) -> None:
     """Write a model's weights and its card to one file; a crash leaves the old file or the new one, never a part.
 
     Args:
@@ -48,12 +50,17 @@ def save(model: Model, path: str | Path, *, store: bool = False) -> None:
         path: The file to write, for example "model.safetensors". Equal models give equal bytes.
         store: Whether to write a store, in which each expert is one aligned run of bytes: `load(path, memory="2 GB")` then
             keeps a part of the experts in memory and reads the others when they are needed.
+        max_shard_size: Of a store: the most bytes of one file, such as "5 GB"; a larger store is written as several files,
+            "model-00001-of-00003.safetensors" and so on, and an index, "model.safetensors.index.json". Everything but the
+            experts is in the first file, each file holds at least one expert. `load` still takes `path`. Default: one file.
     """
     card = known_card(model, "saved")
     if any(isinstance(module, StoredExperts) for module in model.modules()):
         raise ValueError(f"{model.name}: its experts are in a store, which is a file already; copy that file")
     if store:
-        save_store(Path(path), model, card)
+        save_store(Path(path), model, card, max_shard_size)
+    elif max_shard_size is not None:
+        raise ValueError(f"max_shard_size={max_shard_size}: is for stores; give store=True too")
     else:
         save_tensors(Path(path), model.state_dict(), card)
 
@@ -76,8 +83,9 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], card: ModelCard) -> 
     write_tensors(path, tensors, MODEL_FORMAT, "card", text)
 
 
-def save_store(path: Path, model: Model, card: ModelCard) -> None:
+def save_store(path: Path, model: Model, card: ModelCard, max_shard_size: int | str | None) -> None:
     """Write a model as a store: its experts apart, everything else as one part."""
+    max_bytes = None if max_shard_size is None else parse_size("max_shard_size", max_shard_size)
     grids = {name: module for name, module in model.named_modules() if isinstance(module, MLPExperts)}
     if not grids:
         raise ValueError(f"{model.name}: has no experts, so a store has nothing to read; save it without store=True")
@@ -90,7 +98,7 @@ def save_store(path: Path, model: Model, card: ModelCard) -> None:
     shapes = {name: GridShape(grid.num_layers, grid.num_experts) for name, grid in grids.items()}
     text = card_text(card)
     path.parent.mkdir(exist_ok=True)
-    write_store(path, tensors, shapes, lambda grid, layer, expert: expert_numbers(grids[grid], layer, expert), text)
+    write_store(path, tensors, shapes, lambda name, *place: expert_numbers(grids[name], *place), text, max_bytes)
 
 
 def _is_within(name: str, modules: Iterable[str]) -> bool:
@@ -125,10 +133,13 @@ def load(source: str | Path, *, memory: int | str | None = None, direct: bool | 
         its data and its training.
     """
     path = find_model_file(source)
-    if read_format(path) == STORE_FORMAT:
+    stated = STORE_FORMAT if is_index(path) else read_format(path)
+    if stated == STORE_FORMAT:
         limit = None if memory is None else parse_size("memory", memory)
         file = open_store(path)
         return load_model(path, file.text, lambda card: rebuild_stored(card, file, limit, direct))
+    if stated == SHARD_FORMAT:
+        raise ValueError(f"{path}: is one of several files of a store; load its index, which ends in .index.json")
     if memory is not None or direct is not None:
         option = f"memory={memory}" if memory is not None else f"direct={direct}"
         raise ValueError(f"{option}: {path} is not a store; `raytraced store {source} FILE` writes one, load that")

@@ -10,6 +10,7 @@ Three rules decide what is read, and what leaves:
   pool cannot block each other, however few slots there are.
 """
 
+import os
 import threading
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -111,12 +112,13 @@ class _Pool:
         self.timeline: Timeline | None = None
         self.changed = threading.Condition()
         self.threads: list[threading.Thread] = []
-        self.closed = False
+        self.closed, self.process = False, os.getpid()
 
     # What callers do
 
     def expect(self, order: Sequence[int]) -> ReadPlan:
         plan = ReadPlan(self, order)
+        self.check_process()
         with self.changed:
             self.plans.append(plan)
             for expert in plan.order:
@@ -140,6 +142,7 @@ class _Pool:
 
     def acquire(self, experts: Sequence[int], plan: ReadPlan | None, until: float | None) -> list[int]:
         """Wait until one of some experts is in memory, at most until a time; pin all that are, and return them."""
+        self.check_process()
         with self.changed:
             self.start()
             ready = [expert for expert in experts if expert in self.slot_of]
@@ -202,6 +205,11 @@ class _Pool:
             self.held.add(expert)
         else:
             self.idle[expert] = None
+
+    def check_process(self) -> None:
+        """Refuse a forked process, in which nothing reads and the slots are not there."""
+        if os.getpid() != self.process:
+            raise ValueError(f"{self.reader.file.path}: was opened by another process; load the model in this one")
 
     # What the reading threads do
 
@@ -308,6 +316,8 @@ class _Pool:
                 plan.next += 1
 
     def close(self) -> None:
+        if os.getpid() != self.process:  # the threads and the files are another's
+            return
         with self.changed:
             self.closed = True
             self.changed.notify_all()
