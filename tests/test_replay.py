@@ -9,7 +9,8 @@ import torch
 import raytraced as rt
 from raytraced import kernels
 from raytraced.cli.main import main
-from raytraced.io.routes import load_routes, save_routes
+from raytraced.io.routes import ROUTES_FORMAT, load_routes, save_routes
+from raytraced.io.saving import read_tensors, write_tensors
 from raytraced.layer import Choice, Router, routed_layer
 from raytraced.models.registry import MODELS
 from raytraced.sequence import Route
@@ -136,6 +137,39 @@ def test_baselines_weigh_a_recorded_set_by_their_own_rule(name):
     assert forced.logits.isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["mre", *OTHERS])
+def test_a_layer_that_a_route_leaves_out_has_finite_outputs_and_gradients(name):
+    torch.manual_seed(0)
+    model = rt.build(name, image_shape=(1, 4, 4), num_classes=3, **GRID).eval()
+    active = torch.zeros(3, model.layer.router.num_steps, 4)
+    active[1, 0], active[2, -1, 0] = 1, 1
+    route = Route(active, None, active.sum((1, 2)).long(), None)
+    with kernels.use("plain"):
+        out = model(torch.rand(3, 1, 4, 4), routes=route)
+        out.logits.sum().backward()
+    assert torch.equal(out.routes[0].active.detach(), active)
+    assert out.logits.isfinite().all()
+    assert all(one.grad is None or one.grad.isfinite().all() for one in model.parameters())
+
+
+@pytest.mark.parametrize("engine", ["plain", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_gradients_of_parts_of_a_batch_add_up_to_those_of_the_whole(dtype, engine):
+    layer, hidden = make(stop=0.3).to(dtype), torch.randn(9, 8, dtype=dtype)
+    with kernels.use(engine or ""):
+        route = layer(hidden).route
+        whole, expected = gradients(layer, hidden, route=route)
+        parts = []
+        for rows in torch.arange(9).split(4):
+            given = Route(route.active[rows], route.nodes[rows], route.num_active[rows], None)
+            out, found = gradients(layer, hidden[rows], route=given)
+            torch.testing.assert_close(out.hidden, whole.hidden[rows], rtol=1e-5, atol=1e-6)
+            parts.append([None if one is None else one.clone() for one in found])
+    inputs, *parameters = zip(*parts, strict=True)
+    sums = [None if one[0] is None else sum(one) for one in parameters]
+    assert_same([torch.cat(inputs), *sums], expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["gpt-mre", "gpt-top-k"])
 def test_a_language_model_follows_the_routes_of_its_tokens(name):
     torch.manual_seed(0)
@@ -231,9 +265,35 @@ def test_routes_are_saved_and_followed_by_the_command_line(tmp_path, monkeypatch
     )
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "routes.safetensors").read_bytes()[:-9])
     assert fails("evaluate", "mre-digits", "--routes", "cut.safetensors").startswith("cut.safetensors: cut or altered")
+    assert_damaged_routes_are_one_line(tmp_path, fails)
     assert "foreign" in fails(
         "evaluate", "mre-digits", "--routes", str(rt.io.saving.PRETRAINED / "mre-mnist.safetensors")
     )
+
+
+def assert_damaged_routes_are_one_line(folder, fails):
+    """Files with a valid checksum that claim or hold something else than routes, and claims of any size."""
+    tensors, text = read_tensors(folder / "routes.safetensors", ROUTES_FORMAT, "routes")
+    about, nodes = json.loads(text), tensors["nodes"].clone()
+    nodes[0, 0] = 5 if nodes[0, 0] != 5 else 6
+    cases = {
+        "huge": (tensors, json.dumps(about | {"shape": [10**6, 10**6, 10**6]})),
+        "negative": (tensors, json.dumps(about | {"shape": [0, -4, -8]})),
+        "infinite": (tensors, json.dumps(about | {"shape": [0, float("inf"), 8]})),
+        "many": (tensors, json.dumps(about | {"num_samples": 10**15})),
+        "list": (tensors, "[]"),
+        "no text": (tensors, ""),
+        "deep": (tensors, "[" * 100_000),
+        "other nodes": (tensors | {"nodes": nodes}, text),
+        "nodes outside": (tensors | {"nodes": nodes + 1000}, text),
+        "float nodes": (tensors | {"nodes": nodes.float()}, text),
+        "no ids": ({"active": tensors["active"]}, text),
+        "other type": (tensors | {"active": tensors["active"].float()}, text),
+    }
+    for name, (values, claims) in cases.items():
+        write_tensors(folder / "bad.safetensors", values, ROUTES_FORMAT, "routes", claims)
+        line = fails("evaluate", "mre-digits", "--routes", "bad.safetensors")
+        assert line.startswith("bad.safetensors: is not a file of routes"), (name, line)
 
 
 def test_routes_of_tokens_are_saved_too(tmp_path):

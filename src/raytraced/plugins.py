@@ -89,6 +89,8 @@ def load_plugin(path: str | Path) -> None:
         if not isinstance(table, dict):
             raise ValueError(f"plugin={path}: its table of {kind}s is no dictionary; must hold names and values")
         for each, thing in table.items():
+            if not isinstance(each, str) or not each:
+                raise ValueError(f"plugin={path}: its table of {kind}s has the name {each!r}; names must be texts")
             register(kind, each, thing, f"file {file.name}")
 
 

@@ -146,6 +146,8 @@ BAD_FILES = {
     "needs more": ("import no_such_package", "cannot be loaded (ModuleNotFoundError: No module named 'no_such_package')"),
     "no table": ("x = 1", "plugin=bad.py: defines none of ROUTERS, TASKS, DATASETS, KERNELS; add a table"),
     "a list": ("ROUTERS = []", "plugin=bad.py: its table of routers is no dictionary; must hold names and values"),
+    "no name": ("ROUTERS = {1: 3}", "plugin=bad.py: its table of routers has the name 1; names must be texts"),
+    "no text": ("\0", "plugin=bad.py: cannot be loaded (SyntaxError: source code string cannot contain null bytes)"),
     "no router": ("ROUTERS = {'x': 3}", "router x of file bad.py: is 3; must be a subclass of Router, or a ModelInfo"),
     "taken": ("ROUTERS = {'mre': 3}", "router mre of file bad.py: raytraced has this name; choose another"),
     "taken task": ("TASKS = {'text': 3}", "task text of file bad.py: raytraced has this name; choose another"),

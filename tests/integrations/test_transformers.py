@@ -139,6 +139,17 @@ def test_no_tokenizer_is_shipped_where_there_is_none(tmp_path):
     assert not [file for file in (tmp_path / "without").iterdir() if "tokenizer" in file.name]
 
 
+@pytest.mark.parametrize(
+    "stored", ["", "[]", "null", "[" * 100_000, '{"model": 3}', '{"added_tokens": 7, "model": {}}', {"model": {}}]
+)
+def test_a_card_whose_tokenizer_is_none_is_refused_in_one_line(stored, tmp_path):
+    gpt = language_model()
+    gpt.card.spec["tokenizer"] = stored
+    with pytest.raises(ValueError, match=r"^gpt-mre: its tokenizer is not a tokenizer.json \(\w+\)$"):
+        rt.save_pretrained(gpt, tmp_path / "folder")
+    assert not (tmp_path / "folder" / "config.json").exists()
+
+
 def test_a_tokenizer_that_is_in_the_folder_stays(model, tmp_path):
     (tmp_path / "tokenizer.json").write_text("theirs")
     model.save_pretrained(tmp_path)

@@ -18,13 +18,15 @@ from raytraced.__main__ import main
 from raytraced.experts import MLPExperts, update_dense
 from raytraced.io import export as exporting
 from raytraced.io.export import BaselineGraph, export, follow, trace, update_folded
+from raytraced.layer import Choice, Router, routed_layer
 from raytraced.models.registry import MODELS
 from raytraced.routing import RoutingNetwork
-from raytraced.sequence import unroll
+from raytraced.sequence import Route, unroll
 
 SIZES = (1, 7, 50)
 TINY = {"dim": 8, "num_layers": 2, "num_experts": 3}
 GREY, COLOUR = (1, 6, 6), (3, 8, 8)
+REPLAYED = [name for name in MODELS if not name.startswith(("mre", "mlp")) and name not in ("dense", "multi-exit")]
 BASELINES = [name for name in MODELS if not name.startswith("mre") and name != "multi-exit"]
 
 
@@ -181,7 +183,125 @@ def test_an_onnx_file_is_valid_and_holds_its_card(exported, saved):
     assert json.loads(session.get_modelmeta().custom_metadata_map["card"])["spec"]["image_shape"] == list(GREY)
     graph = onnx.load(exported).graph
     assert [node.op_type for node in graph.node].count("Loop") == 1
-    assert {*saved.parent.iterdir()} == {saved, exported}
+    assert {path for path in saved.parent.iterdir() if path.is_file()} == {saved, exported}
+
+
+@pytest.fixture(scope="session")
+def replaying(saved) -> Path:
+    """The same model as ONNX, with a route as its input, by the command line."""
+    path = saved.parent / "replay" / "tiny.onnx"
+    path.parent.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["raytraced", "export", str(saved), "--route", "--output", str(path)])
+        assert main() == 0
+    return path
+
+
+def some_route(num, steps, experts):
+    """A set of experts for each image that no router would choose."""
+    active = (torch.rand(num, steps, experts, generator=torch.Generator().manual_seed(num)) < 0.5).float()
+    return Route(active, None, active.sum((1, 2)).long(), None)
+
+
+def replay_onnx(session, images, active):
+    found = session.run(None, {"images": images.numpy(), "route": active.float().numpy()})
+    return {one.name: torch.from_numpy(value) for one, value in zip(session.get_outputs(), found, strict=True)}
+
+
+@pytest.mark.parametrize("num", SIZES)
+def test_a_route_is_replayed_in_onnx_as_in_the_library(replaying, num):
+    model, session, images = make(**TINY), open_onnx(replaying), pictures(num)
+    chosen = model(images)
+    assert_answer(replay_onnx(session, images, chosen.routes[0].active), chosen)
+    other = some_route(num, 2, 3)
+    assert not torch.equal(other.active, chosen.routes[0].active)
+    assert_answer(replay_onnx(session, images, other.active), model(images, routes=other))
+
+
+def test_a_route_in_onnx_does_not_depend_on_the_batch(replaying):
+    model, session, images, route = make(**TINY), open_onnx(replaying), pictures(50), some_route(50, 2, 3)
+    expected = model(images, routes=route)
+    for size in (1, 7):
+        parts = zip(images.split(size), route.active.split(size), strict=True)
+        found = [replay_onnx(session, *part) for part in parts]
+        assert_answer({name: torch.cat([one[name] for one in found]) for name in exporting.OUTPUTS}, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_route_of_another_precision_is_replayed_in_onnx(replaying, dtype):
+    model, session, images = make(**TINY, stop=0.3), open_onnx(replaying), pictures(50)
+    chosen = make(**TINY, stop=0.3).to(dtype)(images).routes[0]
+    again = model(images, routes=chosen)
+    assert torch.equal(again.routes[0].active, (chosen.active != 0).float())
+    assert_answer(replay_onnx(session, images, chosen.active != 0), again)
+
+
+def test_an_empty_batch_of_routes_has_empty_outputs_in_onnx(replaying):
+    code = (
+        "import sys, numpy as np, onnxruntime\n"
+        "session = onnxruntime.InferenceSession(sys.argv[1])\n"
+        f"images, route = np.zeros((0, *{GREY}), np.uint8), np.zeros((0, 2, 3), np.float32)\n"
+        "found = session.run(None, {'images': images, 'route': route})\n"
+        "print([value.shape for value in found])"
+    )
+    done = forked.run(forked.program, code, replaying)
+    assert (done.returncode, done.stdout) == (0, "[(0, 4), (0,), (0, 2, 3)]\n"), done.stderr
+
+
+def test_a_graph_that_replays_says_what_it_takes_and_has_no_loop(replaying):
+    written = onnx.load(replaying)
+    onnx.checker.check_model(written, full_check=True)
+    assert "Loop" not in [node.op_type for node in written.graph.node]
+    inputs = {one.name: (one.type, one.shape) for one in open_onnx(replaying).get_inputs()}
+    assert inputs == {"images": ("tensor(uint8)", ["batch", *GREY]), "route": ("tensor(float)", ["batch", 2, 3])}
+    (route,) = [one for one in written.graph.input if one.name == "route"]
+    assert route.doc_string.startswith("The experts that run: 1 for each of them")
+
+
+@pytest.mark.parametrize(
+    "name", ["top-k", *(pytest.param(name, marks=pytest.mark.slow) for name in REPLAYED if name != "top-k")]
+)
+def test_baselines_replay_a_route_in_a_graph(name, tmp_path):
+    model = make(name, **TINY)
+    assert export(model, tmp_path / "one.pt2", "torch", route=True)[0] == ("images", "route")
+    run = torch.export.load(tmp_path / "one.pt2").module()
+    for num in (0, *SIZES):
+        route = some_route(num, model.layer.router.num_steps, 3)
+        with torch.no_grad():
+            expected = model(pictures(num), routes=route)
+        found = run(pictures(num), route.active)
+        assert_answer(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mre-paper", *REPLAYED])
+def test_every_model_replays_a_route_in_onnx(name, tmp_path):
+    model = make(name, **TINY)
+    export(model, tmp_path / "one.onnx", route=True)
+    session = open_onnx(tmp_path / "one.onnx")
+    for num in SIZES:
+        route = some_route(num, model.layer.router.num_steps, 3)
+        with torch.no_grad():
+            assert_answer(replay_onnx(session, pictures(num), route.active), model(pictures(num), routes=route))
+
+
+class Stubborn(Router):
+    """A router that does not know of recorded routes."""
+
+    def route(self, step, hidden_BD, draws):
+        active_BN = (self.gate_logits(step, hidden_BD) > 0).float()
+        return Choice(active_BN, active_BN)
+
+
+def test_a_model_that_cannot_follow_a_route_is_refused_before_it_is_traced(tmp_path):
+    path = tmp_path / "one.onnx"
+    model = make(**TINY)
+    model.layer = routed_layer(Stubborn, **TINY)
+    with pytest.raises(ValueError, match=r"^route=True: mre cannot follow a route \(route: Stubborn did not follow it"):
+        export(model, path, route=True)
+    with pytest.raises(ValueError, match=r"^prefixes=True: must be left out with route, which has one answer$"):
+        export(make(**TINY), path, route=True, prefixes=True)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

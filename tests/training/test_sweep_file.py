@@ -91,6 +91,19 @@ LR = "ranges: {lr: [0.1, 0.2]}"
             "ranges.batch_size: batch_size=1.5: must be a whole number or null",
         ),
         ("ranges: {lr: {from: 0.1, to: 0.2}}\nsampler: grid", "ranges.lr: sampler=grid needs choices or a step"),
+        (f"{LR}\noptions: {{model: 3}}", "options: model=3: must be text"),
+        (f"{LR}\noptions: {{data: [a]}}", "options: data=['a']: must be text"),
+        ("ranges: {lr: {from: 1, to: .inf}}", "ranges.lr={'from': 1, 'to': inf}: from, to and step must be finite"),
+        (
+            "ranges: {lr: {from: 1, to: 2, step: .nan}}",
+            "ranges.lr={'from': 1, 'to': 2, 'step': nan}: from, to and step must",
+        ),
+        (
+            f"{LR}\noptions: &o {{model_options: *o}}",
+            "is not valid YAML (*o: a sweep has no aliases; write the value out)",
+        ),
+        ("[" * 5000, "is nested too deeply; give a table with the entry ranges"),
+        (f"{LR}\nx: !!python/object/apply:os.mkdir [ran]", "is not valid YAML, line 2, column 4"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, text, line):

@@ -14,6 +14,7 @@ def export(
     format: Literal["onnx", "torch"] = "onnx",
     output: str | None = None,
     prefixes: bool = False,
+    route: bool = False,
     pixels: Literal["uint8", "float"] = "uint8",
     opset: int = 20,
     weights: Literal["last", "best"] = "last",
@@ -25,6 +26,7 @@ def export(
         format: onnx for onnxruntime and other ONNX runtimes, torch for torch.export.load.
         output: The file to write (default: the run's name with .onnx or .pt2).
         prefixes: Return the answers after 0, 1, 2, … experts instead of only the last one.
+        route: Run the experts of a route, an input of the graph, instead of a choice of its own.
         pixels: Type of the images: bytes (uint8) or fractions in 0 … 1 (float).
         opset: Version of ONNX's operators, 18 to 23.
     """
@@ -33,7 +35,7 @@ def export(
     from raytraced.io.export import export as write
     from raytraced.io.saving import load
 
-    inputs, outputs = write(load(source), path, format, pixels=pixels, prefixes=prefixes, opset=opset)
+    inputs, outputs = write(load(source), path, format, pixels=pixels, prefixes=prefixes, route=route, opset=opset)
     print(
         f"{printable(path)}: {path.stat().st_size / 1024:.0f} KiB, takes {', '.join(inputs)}, gives {', '.join(outputs)}"
     )

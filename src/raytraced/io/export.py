@@ -1,5 +1,7 @@
 """Classifiers as graphs for other runtimes: ONNX, where a sequence is one Loop, and torch.export.
 
+A graph chooses its experts itself, or runs those of a route that it is given.
+
 Axes: B batch, L layers, S steps of a layer, N experts per layer, M = L·N nodes, K = M + 1 candidates,
 D width, H an expert's inner width, F = N·H, Y classes.
 """
@@ -12,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
@@ -28,10 +31,10 @@ from raytraced.models.classifier import Classifier
 from raytraced.models.output import Model
 from raytraced.routers.raytraced import RaytracedExperts
 from raytraced.routing import Rates, RoutingNetwork
-from raytraced.sequence import Stop, apply_stop, expert_weights
+from raytraced.sequence import Route, Stop, apply_stop, expert_weights
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto
+    from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
 
 Format = Literal["onnx", "torch"]
 Pixels = Literal["uint8", "float"]
@@ -41,6 +44,11 @@ EXAMPLES = 7  # images that a graph is traced with; a size that the code does no
 
 # The outputs of every graph: logits (B, Y), of all prefixes (B, M + 1, Y), num_experts (B,) and active (B, S, N), 0 or 1.
 OUTPUTS = ("logits", "num_experts", "active")
+# What the inputs beside the images are, for runtimes that show it.
+MEANINGS = {
+    "max_experts": "The largest number of experts per image; a negative number counts as 0.",
+    "route": "The experts that run: 1 for each of them, 0 for the others; any other number counts as 1.",
+}
 
 
 class GreedyRoute(NamedTuple):
@@ -127,12 +135,9 @@ class RaytracedGraph(nn.Module):
     Args:
         model: The classifier.
         prefixes: Whether `logits` are those after 0, 1, … M experts (B, M + 1, Y) instead of the last ones (B, Y).
-
-    Returns (from ``forward``, which takes images (B, C, H, W) and a budget ()):
-        `logits`, `num_experts` (B,) and `active` (B, L, N) by name.
     """
 
-    inputs = ("images", "max_experts")
+    inputs: tuple[str, ...] = ("images", "max_experts")
 
     def __init__(self, model: Classifier, prefixes: bool) -> None:
         super().__init__()
@@ -140,43 +145,83 @@ class RaytracedGraph(nn.Module):
         self.model, self.layer, self.prefixes = model, model.layer, prefixes
 
     def forward(self, images: Tensor, max_experts: Tensor) -> dict[str, Tensor]:
-        layer, router, config = self.layer, self.layer.router, self.layer.router.config
-        hidden_BD = self.model.input_block(images)
-
-        def answer(active_BLN: Tensor, rates: Rates) -> Tensor:
-            weights_BLN = expert_weights(config.weighting, active_BLN, rates.nodes, config.weight_scale)
-
-            def update(index: int, stream_BD: Tensor) -> Tensor:
-                if isinstance(layer.experts, MLPExperts):
-                    return update_folded(layer.experts, index, stream_BD, weights_BLN[:, index])
-                return update_dense(layer.experts, index, stream_BD, weights_BLN[:, index])
-
-            return self.model.head(run_stream(layer.stream, router.num_layers, hidden_BD, update))
-
+        """Images (B, C, H, W) and a budget () -> `logits`, `num_experts` (B,) and `active` (B, L, N) by name."""
+        router, hidden_BD = self.layer.router, self.model.input_block(images)
         active_BLN, rates, prefixes_BKY = follow(
             router.routing,
             router.entry(hidden_BD),
             max_experts,
-            stop=config.stop,
+            stop=router.config.stop,
             input_logits_BLNO=router.input_logits(hidden_BD),
-            read_out=answer if self.prefixes else None,
+            read_out=partial(self.answer, hidden_BD) if self.prefixes else None,
         )
-        logits = prefixes_BKY if self.prefixes else answer(active_BLN, rates)
-        return dict(zip(OUTPUTS, (logits, active_BLN.sum((1, 2)).long(), active_BLN), strict=True))
+        logits = prefixes_BKY if self.prefixes else self.answer(hidden_BD, active_BLN, rates)
+        return by_name(logits, active_BLN)
+
+    def answer(self, hidden_BD: Tensor, active_BLN: Tensor, rates: Rates) -> Tensor:
+        """The logits (B, Y) of vectors (B, D), an active set (B, L, N) and the rates under it."""
+        layer, config = self.layer, self.layer.router.config
+        weights_BLN = expert_weights(config.weighting, active_BLN, rates.nodes, config.weight_scale)
+
+        def update(index: int, stream_BD: Tensor) -> Tensor:
+            if isinstance(layer.experts, MLPExperts):
+                return update_folded(layer.experts, index, stream_BD, weights_BLN[:, index])
+            return update_dense(layer.experts, index, stream_BD, weights_BLN[:, index])
+
+        logits_BY: Tensor = self.model.head(run_stream(layer.stream, layer.router.num_layers, hidden_BD, update))
+        return logits_BY
+
+
+class RaytracedReplayGraph(RaytracedGraph):
+    """The graph of a raytraced classifier that runs the experts of a given route."""
+
+    inputs = ("images", "route")
+
+    def forward(self, images: Tensor, route: Tensor) -> dict[str, Tensor]:
+        """Images (B, C, H, W) and the experts to run (B, L, N) -> as `RaytracedGraph`, with the rates of this set."""
+        router, hidden_BD = self.layer.router, self.model.input_block(images)
+        active_BLN = (route != 0).to(hidden_BD.dtype)
+        rates = router.routing(router.entry(hidden_BD), active_BLN, router.input_logits(hidden_BD))
+        return by_name(self.answer(hidden_BD, active_BLN, rates), active_BLN)
 
 
 class BaselineGraph(nn.Module):
-    """The graph of any other classifier: images (B, C, H, W) -> `logits`, `num_experts` and `active` by name."""
+    """The graph of any other classifier."""
 
-    inputs = ("images",)
+    inputs: tuple[str, ...] = ("images",)
 
     def __init__(self, model: Classifier) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """Images (B, C, H, W) -> `logits`, `num_experts` and `active` by name."""
         out = self.model(images)
         return dict(zip(OUTPUTS, (out.logits, out.num_experts, out.routes[0].active), strict=True))
+
+
+class BaselineReplayGraph(nn.Module):
+    """The graph of any other classifier that runs the experts of a given route, weighted by the router's own rule."""
+
+    inputs = ("images", "route")
+
+    def __init__(self, model: Classifier) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor, route: Tensor) -> dict[str, Tensor]:
+        """Images (B, C, H, W) and the experts to run (B, S, N) -> as `BaselineGraph`."""
+        active_BSN = (route != 0).to(route.dtype)
+        out = self.model(images, routes=Route(active_BSN, None, active_BSN.sum((1, 2)).long(), None))
+        return by_name(out.logits, out.routes[0].active)
+
+
+Graph = RaytracedGraph | BaselineGraph | BaselineReplayGraph
+
+
+def by_name(logits: Tensor, active_BSN: Tensor) -> dict[str, Tensor]:
+    """The outputs of a graph."""
+    return dict(zip(OUTPUTS, (logits, active_BSN.sum((1, 2)).long(), active_BSN), strict=True))
 
 
 def export(
@@ -186,6 +231,7 @@ def export(
     *,
     pixels: Pixels = "uint8",
     prefixes: bool = False,
+    route: bool = False,
     opset: int = 20,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Write a classifier as a graph for another runtime; a crash leaves no part of a file.
@@ -199,6 +245,8 @@ def export(
         format: "onnx", or "torch" for a file of `torch.export`.
         pixels: Kind of the images: "uint8" for bytes, "float" for fractions in 0 … 1. The graph normalises them itself.
         prefixes: Whether the logits are those after 0, 1, … experts, (B, M + 1, Y); for raytraced models only.
+        route: Whether the graph runs the experts of a route instead of its own choice. Its second input is then `route`
+            (B, S, N), float32: 1 for each expert that runs, as `Route.active` and the output `active` of a graph.
         opset: Version of ONNX's operators.
 
     Returns:
@@ -213,7 +261,7 @@ def export(
         require(is_known, "opset", repr(opset), f"must lie in {OPSETS[0]} … {OPSETS[-1]}: a loop needs that")
         missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
         require(not missing, "format", format, f"needs {' and '.join(missing)}; pip install 'raytraced[onnx]'")
-    graph = _graph(model, prefixes)
+    graph = _graph(model, prefixes, route)
     program = trace(graph, pixels)
     card = json.dumps(asdict(model.card), default=lambda value: type(value).__name__)
     try:
@@ -229,12 +277,16 @@ def export(
     return graph.inputs, OUTPUTS
 
 
-def trace(graph: "RaytracedGraph | BaselineGraph", pixels: Pixels = "uint8") -> torch.export.ExportedProgram:
+def trace(graph: Graph, pixels: Pixels = "uint8") -> torch.export.ExportedProgram:
     """Trace a graph with torch.export, for batches of any size."""
-    block = graph.model.input_block
-    images = torch.rand(EXAMPLES, *block.image_shape)
-    examples = (images if pixels == "float" else (images * 255).byte(), torch.tensor(EXAMPLES))[: len(graph.inputs)]
-    sizes = ({0: torch.export.Dim("batch", min=1)}, None)[: len(graph.inputs)]
+    images = torch.rand(EXAMPLES, *graph.model.input_block.image_shape)
+    router, batch = graph.model.layer.router, {0: torch.export.Dim("batch", min=1)}
+    known: dict[str, tuple[Tensor, dict[int, torch.export.Dim] | None]] = {
+        "images": (images if pixels == "float" else (images * 255).byte(), batch),
+        "max_experts": (torch.tensor(EXAMPLES), None),
+        "route": (torch.ones(EXAMPLES, router.num_steps, router.num_experts), batch),
+    }
+    examples, sizes = zip(*(known[name] for name in graph.inputs), strict=True)
     try:
         with kernels.use("plain"), torch.no_grad(), _quiet():
             return torch.export.export(graph, examples, dynamic_shapes=sizes)
@@ -243,7 +295,7 @@ def trace(graph: "RaytracedGraph | BaselineGraph", pixels: Pixels = "uint8") -> 
         raise ValueError(f"{graph.model.name}: cannot be exported, torch cannot trace it ({reason:.150})") from error
 
 
-def _graph(model: Model, prefixes: bool) -> "RaytracedGraph | BaselineGraph":
+def _graph(model: Model, prefixes: bool, route: bool) -> Graph:
     """The graph of a model; a ValueError says why a model has none."""
     if not isinstance(model, Classifier):
         name = model.name if isinstance(model, Model) else type(model).__name__
@@ -259,12 +311,28 @@ def _graph(model: Model, prefixes: bool) -> "RaytracedGraph | BaselineGraph":
         dtypes == {torch.float32}, "model", model.name, "must be in float32 to be exported; convert it with .float()"
     )
     require(not model.training, "model", model.name, "is in training mode; call .eval() first")
+    if route:
+        require(not prefixes, "prefixes", prefixes, "must be left out with route, which has one answer")
+        _check_follows(model)
     layer = model.layer
     # A subclass with a pass of its own is traced as it is.
     if isinstance(layer, RaytracedExperts) and type(layer).run is RaytracedExperts.run:
-        return RaytracedGraph(model, prefixes)
+        return RaytracedReplayGraph(model, False) if route else RaytracedGraph(model, prefixes)
     require(not prefixes, "prefixes", prefixes, f"{model.name} has one answer only; for raytraced models")
-    return BaselineGraph(model)
+    return BaselineReplayGraph(model) if route else BaselineGraph(model)
+
+
+@torch.no_grad()
+def _check_follows(model: Classifier) -> None:
+    """Refuse a model whose router does not follow a route; a graph could not report it."""
+    router = model.layer.router
+    half_SN = torch.arange(router.num_steps * router.num_experts).view(router.num_steps, router.num_experts) % 2
+    active_BSN = torch.stack((half_SN, 1 - half_SN)).float()  # two sets of which no router chooses both by itself
+    images = torch.zeros(2, *model.input_block.image_shape)
+    try:
+        model(images, routes=Route(active_BSN, None, active_BSN.sum((1, 2)).long(), None))
+    except ValueError as error:
+        raise ValueError(f"route=True: {model.name} cannot follow a route ({error})") from error
 
 
 def _as_onnx(program: torch.export.ExportedProgram, inputs: tuple[str, ...], opset: int, card: str) -> bytes:
@@ -283,7 +351,7 @@ def _as_onnx(program: torch.export.ExportedProgram, inputs: tuple[str, ...], ops
             input_names=inputs,
             output_names=OUTPUTS,
             opset_version=opset,
-            dynamic_shapes=({0: "batch"}, None)[: len(inputs)],  # a name that runtimes show
+            dynamic_shapes=[None if name == "max_experts" else {0: "batch"} for name in inputs],  # runtimes show it
             custom_translation_table={torch.ops.aten.sort.stable: sort},  # torch has no translation of it
             dynamo=True,
             verbose=False,
@@ -297,28 +365,22 @@ def _as_onnx(program: torch.export.ExportedProgram, inputs: tuple[str, ...], ops
 
 
 def accept_empty_batches(model: "ModelProto") -> None:
-    """Add one black image to an empty batch inside an ONNX graph, and take its row from the outputs.
+    """Add one row of zeros to an empty batch inside an ONNX graph, and take its row from the outputs.
 
     ONNX Runtime divides by zero where some operators (Einsum) get an empty batch, which ends the process.
     """
     from onnx import TensorProto, helper
 
     graph = model.graph
-    images, *rest = graph.input
-    padded = {value.name: f"padded_{value.name}" for value in (images, *graph.output)}
+    rows = [value for value in graph.input if value.name != "max_experts"]
+    padded = {value.name: f"padded_{value.name}" for value in (*rows, *graph.output)}
     rename_values(graph, padded)
-    kind = images.type.tensor_type
-    shape = [size.dim_value for size in kind.shape.dim[1:]]
-    for name, values in (("first_row", [0]), ("image_shape", shape)):
-        graph.initializer.append(helper.make_tensor(name, TensorProto.INT64, [len(values)], values))
-    black = helper.make_tensor("black", kind.elem_type, [1], [0])
+    graph.initializer.append(helper.make_tensor("first_row", TensorProto.INT64, [1], [0]))
     before = [
-        helper.make_node("Shape", [images.name], ["batch_size"], end=1),
+        helper.make_node("Shape", ["images"], ["batch_size"], end=1),
         helper.make_node("Equal", ["batch_size", "first_row"], ["is_empty"]),
         helper.make_node("Cast", ["is_empty"], ["num_padding"], to=TensorProto.INT64),
-        helper.make_node("Concat", ["num_padding", "image_shape"], ["padding_shape"], axis=0),
-        helper.make_node("ConstantOfShape", ["padding_shape"], ["padding"], value=black),
-        helper.make_node("Concat", [images.name, "padding"], [padded[images.name]], axis=0),
+        *(node for value in rows for node in _pad(graph, value)),
     ]
     after = [
         helper.make_node("Slice", [padded[output.name], "first_row", "batch_size", "first_row"], [output.name])
@@ -327,8 +389,23 @@ def accept_empty_batches(model: "ModelProto") -> None:
     nodes = [*before, *graph.node, *after]
     del graph.node[:], graph.value_info[:]  # shapes that were inferred before
     graph.node.extend(nodes)
-    for budget in rest:
-        budget.doc_string = "The largest number of experts per image; a negative number counts as 0."
+    for value in graph.input:
+        value.doc_string = MEANINGS.get(value.name, "")
+
+
+def _pad(graph: "GraphProto", value: "ValueInfoProto") -> list["NodeProto"]:
+    """Nodes that add `num_padding` rows of zeros to an input, under the name padded_NAME."""
+    from onnx import TensorProto, helper
+
+    name, kind = value.name, value.type.tensor_type
+    shape = [size.dim_value for size in kind.shape.dim[1:]]
+    graph.initializer.append(helper.make_tensor(f"{name}_shape", TensorProto.INT64, [len(shape)], shape))
+    zero = helper.make_tensor("zero", kind.elem_type, [1], [0])
+    return [
+        helper.make_node("Concat", ["num_padding", f"{name}_shape"], [f"{name}_padding_shape"], axis=0),
+        helper.make_node("ConstantOfShape", [f"{name}_padding_shape"], [f"{name}_padding"], value=zero),
+        helper.make_node("Concat", [name, f"{name}_padding"], [f"padded_{name}"], axis=0),
+    ]
 
 
 def rename_values(graph: "GraphProto", names: dict[str, str]) -> None:

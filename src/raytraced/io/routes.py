@@ -11,6 +11,8 @@ and a JSON text "routes": model (its name), model_sha256 (of its weights), data,
 """
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,6 +88,28 @@ def save_routes(
     write_tensors(Path(path), tensors, ROUTES_FORMAT, "routes", json.dumps(about))
 
 
+def unpack(tensors: Mapping[str, Tensor], shape: tuple[int, ...], num_samples: int) -> tuple[Tensor, Tensor | None]:
+    """The active sets (n, T, S, N) and the order of activation (n, T, order) of a file; refuses tensors that do not fit."""
+    size, bits = math.prod(shape), tensors["active"]
+    # What the file claims is compared with what it holds before anything of that size is made.
+    fits = min(shape) >= 1 and bits.dtype == torch.uint8 and tuple(bits.shape) == (num_samples, -(-size // 8))
+    if not fits or not torch.equal(tensors["ids"], torch.arange(num_samples)):
+        raise ValueError("its tensors do not fit each other")
+    active = torch.from_numpy(np.unpackbits(bits.numpy(), axis=1, count=size, bitorder="little").astype(bool))
+    active = active.unflatten(1, shape)
+    if "nodes" not in tensors:
+        return active, None
+    nodes, num_nodes = tensors["nodes"], shape[-2] * shape[-1]
+    is_order = nodes.dtype in (torch.int16, torch.int32) and nodes.shape[:-1] == active.shape[:-2]
+    if not is_order or bool(((nodes < -1) | (nodes >= num_nodes)).any()):
+        raise ValueError("its nodes do not fit its grid")
+    nodes = nodes.long()
+    named = torch.zeros(*nodes.shape[:-1], num_nodes + 1, dtype=torch.bool).scatter(-1, nodes % (num_nodes + 1), True)
+    if not torch.equal(named[..., :num_nodes], active.flatten(-2)):  # −1 is the last column
+        raise ValueError("its nodes are not its active experts")
+    return active, nodes
+
+
 def load_routes(path: str | Path, model: Model, data: str, split: str, num_samples: int) -> SavedRoutes:
     """Read routes that `save_routes` wrote, for the same model and data.
 
@@ -108,18 +132,13 @@ def load_routes(path: str | Path, model: Model, data: str, split: str, num_sampl
         num_tokens, num_steps, num_experts = (int(size) for size in about["shape"])
         found = (str(about["data"]), str(about["split"]), int(about["num_samples"]))
         shape = (*((num_tokens,) if num_tokens else ()), num_steps, num_experts)
-        size = int(np.prod(shape))
-        bits = np.unpackbits(tensors["active"].numpy(), axis=1, count=size, bitorder="little")
-        active = torch.from_numpy(bits.astype(bool)).unflatten(1, shape)
-        nodes = tensors["nodes"].long() if "nodes" in tensors else None
-        whole = torch.equal(tensors["ids"], torch.arange(found[2])) and len(active) == found[2]
-        fits = nodes is None or (
-            nodes.shape[:-1] == active.shape[:-2] and bool((nodes < num_steps * num_experts).all())
-        )
-    except (ValueError, TypeError, KeyError, RuntimeError, IndexError) as error:
-        raise DamagedFileError(f"{path}: is not a file of routes ({' '.join(str(error).split())})") from error
-    if not (whole and fits):
-        raise DamagedFileError(f"{path}: is not a file of routes: its tensors do not fit each other")
+        active, nodes = unpack(tensors, shape, found[2])
+    except RecursionError as error:
+        raise DamagedFileError(f"{path}: is not a file of routes: its text is nested too deeply") from error
+    except (ValueError, TypeError, KeyError, RuntimeError, IndexError, OverflowError) as error:
+        raise DamagedFileError(
+            f"{path}: is not a file of routes ({printable(' '.join(str(error).split()))})"
+        ) from error
     if found != (data, split, num_samples):
         of = f"{found[2]} samples of {found[0]}, {found[1]}"
         raise ValueError(f"{path}: has routes of {printable(of)}; must be of {num_samples} of {data}, {split}")

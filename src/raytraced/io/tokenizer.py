@@ -65,11 +65,17 @@ def tokenizer_files(card: ModelCard) -> dict[str, str]:
     Returns:
         The text of tokenizer.json and tokenizer_config.json, by name; nothing for a model that has neither a tokenizer nor
         the 256 tokens of bytes.
+
+    Raises:
+        ValueError: The card holds a tokenizer that is none.
     """
     stored = card.spec.get("tokenizer")
     if stored is None and card.spec.get("vocab_size") != NUM_BYTES:
         return {}
-    definition, end = with_end(byte_tokenizer() if stored is None else json.loads(stored))
+    try:
+        definition, end = with_end(byte_tokenizer() if stored is None else json.loads(stored))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{card.model}: its tokenizer is not a tokenizer.json ({type(error).__name__})") from error
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": card.spec["context"],

@@ -14,8 +14,10 @@ def top_mask(scores_BN: Tensor, k: int) -> Tensor:
 
 
 def softmax_over(logits_BN: Tensor, mask_BN: Tensor) -> Tensor:
-    """The softmax over the entries of each row where the mask is True (B, N); 0 elsewhere."""
-    return logits_BN.masked_fill(~mask_BN, float("-inf")).softmax(-1)
+    """The softmax over the entries of each row where the mask is True (B, N); 0 elsewhere, also in a row without any."""
+    # Not −inf: a recorded route may leave a layer out, and a softmax over nothing is NaN.
+    lowest = torch.finfo(logits_BN.dtype).min
+    return logits_BN.masked_fill(~mask_BN, lowest).softmax(-1).masked_fill(~mask_BN, 0.0)
 
 
 def global_load(active_BN: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class MatryoshkaTopK(TopK):
         """Choose for one step; see `raytraced.layer.Router.route`."""
         logits_BN = self.gate_logits(step, hidden_BD)
         rank_BN = logits_BN.detach().argsort(dim=-1, descending=True, stable=True).argsort(-1)
-        count_B1 = rank_BN.new_full((len(rank_BN), 1), self.k)
+        count_B1 = rank_BN.new_full((rank_BN.shape[0], 1), self.k)
         if self.training:
             count_B1 = (1 + draws.uniform(step) * self.most).long().clamp_max(self.most)[:, None]
         chosen_BN = draws.recall(step, rank_BN < count_B1)

@@ -62,7 +62,7 @@ class TopAny(Router):
         open_BN = draws.recall(step, open_BN)
         # Straight through: the difference is exactly 0, so the mask stays exactly 0 or 1.
         active_BN = open_BN.to(margin_BN.dtype) + (margin_BN - margin_BN.detach())
-        weights_BN = active_BN / open_BN.sum(-1, keepdim=True)
+        weights_BN = active_BN / open_BN.sum(-1, keepdim=True).clamp_min(1)  # a recorded route may leave a layer out
         if self.training and self.removal:
             self.remove_unused(step, global_load(active_BN))
         if not (self.diversity and self.training):

@@ -25,6 +25,7 @@ Sampler = Literal["tpe", "random", "grid"]
 NESTED = ("model_options", "data_options")
 """options that are tables: their own options are named with a dot"""
 SCALARS = (bool, int, float, str)
+LARGEST = 1e15  # of the ends of a range: beyond it, floats have no whole numbers in between
 OWN = ("runs_dir", "name", "quiet", "seed")
 """options that a sweep sets itself; its seed is an entry of the file"""
 
@@ -93,6 +94,9 @@ class Sweep:
         given = join_tables({**self.options, **values})
         model, data = given.get("model", TrainConfig.model), given.get("data", TrainConfig.data)
         preset = given.get("preset", TrainConfig.preset)
+        for name, value in (("model", model), ("data", data), ("preset", preset)):
+            if not isinstance(value, str):
+                raise ValueError(f"{name}={value!r:.60}: must be {type_words(str)}")
         return TrainConfig(**preset_values(preset, data, model) | {"quiet": True, "seed": self.seed} | given | own)
 
 
@@ -143,6 +147,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = yaml.load(path.read_text(encoding="utf-8"), ScientificLoader)
     except UnicodeDecodeError:
         raise ValueError(f"{path}: is not UTF-8 text; give a YAML file") from None
+    except RecursionError:
+        raise ValueError(f"{path}: is nested too deeply; give a table with the entry ranges") from None
     except yaml.MarkedYAMLError as error:
         place = error.problem_mark or error.context_mark
         where = f", line {place.line + 1}, column {place.column + 1}" if place else ""
@@ -155,7 +161,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 class ScientificLoader(yaml.SafeLoader):
-    """Reads 1e-4 as a number; YAML 1.1 has it as text because of the missing point."""
+    """Reads 1e-4 as a number; YAML 1.1 has it as text because of the missing point. Refuses aliases."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """As in PyYAML, without aliases: a table could contain itself, or a few lines could stand for a billion."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"*{self.peek_event().anchor}: a sweep has no aliases; write the value out")
+        return super().compose_node(parent, index)
 
 
 ScientificLoader.add_implicit_resolver(
@@ -202,6 +214,8 @@ def read_range(name: str, value: Any, options: Mapping[str, Any]) -> Range:
         log, bool
     ):
         raise ValueError(f"ranges.{name}={value}: from, to and step must be numbers, log true or false")
+    if not all(abs(one) <= LARGEST for one in numbers):  # NaN too
+        raise ValueError(f"ranges.{name}={value!r:.60}: from, to and step must be finite, at most {LARGEST:g}")
     if not low < high:
         raise ValueError(f"ranges.{name}: from={low} must be below to={high}")
     if log and low <= 0:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,6 +127,31 @@ def test_the_signal_of_slurm_saves_the_run_and_requeues_the_job(undisturbed, tmp
     end_well(runner)
     logs = "".join(path.read_text() for path in (tmp_path / "work" / ".slurm").glob("*_log.*"))
     assert logs.count("Requeued job") == 1, logs
+    assert outcome(tmp_path) == outcome(undisturbed[0])
+
+
+def slurm_nodes():
+    """The nodes of a SLURM that answers on this machine; nothing where there is none."""
+    if not (find_spec("submitit") and shutil.which("sinfo") and shutil.which("sbatch")):
+        return []
+    asked = subprocess.run(
+        ["sinfo", "--noheader", "--states=idle,mixed", "--format=%n"], capture_output=True, text=True
+    )
+    return asked.stdout.split()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # SLURM itself waits two minutes before it starts a requeued job
+@pytest.mark.skipif(not slurm_nodes(), reason="needs submitit and a SLURM with a free node: docs/testing.md has how")
+def test_a_job_of_slurm_itself_is_signalled_requeued_and_resumed(undisturbed, tmp_path):
+    runner = begin(RUNNER, tmp_path, "slurm:timeout_min=15")
+    wait_for(lambda: epochs_done(tmp_path)[0] > 1, runner)
+    logs = tmp_path / "work" / ".slurm"
+    first = min(int(path.name.partition("_")[0]) for path in logs.glob("*_submitted.pkl"))
+    subprocess.run(["scancel", "--signal=USR2", str(first)], check=True)
+    printed, _ = runner.communicate(timeout=840)
+    assert runner.returncode == 0, printed
+    assert sum(path.read_text().count("Requeued job") for path in logs.glob("*_log.*")) == 1
     assert outcome(tmp_path) == outcome(undisturbed[0])
 
 
