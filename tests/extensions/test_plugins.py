@@ -96,6 +96,23 @@ def test_a_router_of_a_plugin_is_in_language_models_too():
     assert model(torch.randint(0, 256, (2, 5))).logits.shape == (2, 5, 256)
 
 
+def test_a_folder_to_share_says_which_file_its_model_needs():
+    from transformers import AutoConfig
+
+    from raytraced.integrations.transformers import RaytracedConfig
+
+    rt.load_plugin("positive.py")
+    model = rt.build("gpt-positive", dim=8, num_heads=2, hidden=8, depth=1)
+    rt.save_pretrained(model, "shared")
+    assert "\nBesides raytraced it needs: file positive.py.\n" in Path("shared/README.md").read_text(encoding="utf-8")
+    read = AutoConfig.from_pretrained("shared")
+    assert isinstance(read, RaytracedConfig)
+    assert read.card().plugins == model.card.plugins == ["file positive.py"]
+    forget()
+    with pytest.raises(ValueError, match=r"^layer=positive: is not known; needs the file positive.py: give it with"):
+        AutoConfig.from_pretrained("shared")
+
+
 def test_a_data_set_in_a_file_is_trained_on_by_its_name(folder, capsys):
     cache = ("--data-root", "cache")
     assert main(["train", "--plugin", "stripes.py", "--data", "stripes", *cache, *TINY, "--name", "one"]) == 0

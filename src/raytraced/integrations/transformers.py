@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raytraced.errors import require
+from raytraced.errors import printable, require
 from raytraced.files import write_file
 from raytraced.io.hub import card_of, config_values, transformers_files
 from raytraced.io.saving import known_card, limit_tensors
 from raytraced.models.card import ModelCard, translate_old_names
 from raytraced.models.gpt import GPT, Block
 from raytraced.models.output import Output
-from raytraced.models.registry import build, complete_options
+from raytraced.models.registry import build, complete_options, find_model
+from raytraced.plugins import missing_plugins
 
 try:
     from huggingface_hub.dataclasses import strict
@@ -69,6 +70,7 @@ class RaytracedConfig(PreTrainedConfig):
         data: Name of the data set that the model was trained on.
         training: Options of the training run.
         calibration: Confidence threshold and its figures.
+        plugins: What the model needs besides raytraced, such as "package NAME VERSION"; nothing is imported for it.
         dial: The table of budgets.
         use_cache: Whether `generate` keeps keys and values.
         tie_word_embeddings: Must be true.
@@ -94,6 +96,7 @@ class RaytracedConfig(PreTrainedConfig):
     data: str | None = None
     training: dict[str, Any] | None = None
     calibration: dict[str, Any] | None = None
+    plugins: list[str] | None = None
     dial: dict[str, Any] | None = None
     use_cache: bool = True
     tie_word_embeddings: bool = True
@@ -105,6 +108,12 @@ class RaytracedConfig(PreTrainedConfig):
         require(self.tie_word_embeddings, "tie_word_embeddings", False, "must be true: logits come from the embedding")
         self.training, self.calibration = translate_old_names(self.training), translate_old_names(self.calibration)
         stored_options = translate_old_names(self.layer_options or {})
+        try:
+            find_model(f"gpt-{self.layer}")
+        except ValueError as error:
+            if not self.plugins:
+                raise
+            raise ValueError(f"layer={printable(self.layer)}: is not known; {missing_plugins(self.plugins)}") from error
         options = complete_options(f"gpt-{self.layer}", {**stored_options, "dim": self.hidden_size})
         self.layer_options = {key: value for key, value in options.items() if key != "dim"}
         super().__post_init__(**kwargs)

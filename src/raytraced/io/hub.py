@@ -235,5 +235,7 @@ def card_of(values: dict[str, Any]) -> ModelCard:
         if ours != "dim" and values.get(theirs) is not None
     }
     options = {"dim": values["hidden_size"], **values["layer_options"]}
-    rest = {key: values[key] for key in ("task", "data", "training", "calibration", "dial") if values.get(key)}
+    rest = {
+        key: values[key] for key in ("task", "data", "training", "calibration", "plugins", "dial") if values.get(key)
+    }
     return ModelCard(model=f"gpt-{values['layer']}", spec=spec, options=options, **rest)

@@ -70,6 +70,8 @@ def write_page(
     origin = f"trained on {plain(card.data)}" if card.data else "not trained by `raytraced train`"
     lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", "", f"# {plain(name)}", ""]
     lines += [f"A mixture of experts, `{card.model}` of raytraced, {origin}; {num_parameters:,} parameters.", ""]
+    if card.plugins:
+        lines += [f"Besides raytraced it needs: {', '.join(map(plain, card.plugins))}.", ""]
     lines += _usage(source, is_text)
     if figures:
         rows = [[plain(key), *(in_short(figures[split].get(key)) for split in figures)] for key in figures["test"]]
