@@ -142,7 +142,7 @@ def slurm_nodes():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # SLURM itself waits two minutes before it starts a requeued job
-@pytest.mark.skipif(not slurm_nodes(), reason="needs submitit and a SLURM with a free node: docs/testing.md has how")
+@pytest.mark.skipif(not slurm_nodes(), reason="needs submitit and a SLURM with a free node: see docs/testing.md")
 def test_a_job_of_slurm_itself_is_signalled_requeued_and_resumed(undisturbed, tmp_path):
     runner = begin(RUNNER, tmp_path, "slurm:timeout_min=15")
     wait_for(lambda: epochs_done(tmp_path)[0] > 1, runner)
