@@ -8,7 +8,7 @@ import raytraced
 from raytraced.cost import num_parameters, sample_cost
 from raytraced.models.gpt import Attention, KVCache, rotate
 from raytraced.models.registry import MODELS
-from raytraced.models.sampling import draw_token
+from raytraced.models.sampling import draw_each, draw_token, kept_probabilities
 
 SMALL = {"dim": 16, "hidden": 8, "num_experts": 3, "depth": 2, "num_heads": 2, "context": 12}
 ROUTERS = [name for name, info in MODELS.items() if info.model is None]
@@ -146,6 +146,18 @@ def test_draws_keep_to_the_likeliest():
     assert draw_token(logits, 1.0, 0.49, generator).unique().tolist() == [0]
     assert draw_token(logits, 0.0, 1.0).unique().tolist() == [0]
     assert torch.bincount(draw_token(logits, 0.1, 1.0, generator))[0] > 3950  # 0.5^10 against 0.3^10: 0.6 % are others
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 256, 333])
+def test_rows_with_generators_of_their_own_draw_what_each_draws_alone(vocab_size):
+    logits_BV = torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(0))
+    kept_BV, order_BV = kept_probabilities(logits_BV, 0.8, 0.9)
+    together, alone = ([torch.Generator().manual_seed(seed) for seed in range(9)] for _ in range(2))
+    for _ in range(5):  # one after the other: each takes as many numbers from its generator
+        expected = [
+            int(draw_token(logits_V[None], 0.8, 0.9, one)) for logits_V, one in zip(logits_BV, alone, strict=True)
+        ]
+        assert draw_each(kept_BV, order_BV, together).tolist() == expected
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 Axes: B texts, V vocabulary size.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,17 @@ def draw_token(logits_BV: Tensor, temperature: float, top_p: float, generator: t
         return logits_BV.argmax(-1)
     kept_BV, order_BV = kept_probabilities(logits_BV, temperature, top_p)
     drawn_B1 = torch.multinomial(kept_BV, 1, generator=generator)
+    return order_BV.gather(-1, drawn_B1)[:, 0]
+
+
+def draw_each(kept_BV: Tensor, order_BV: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    """One token per row (B,) of what `kept_probabilities` returns, each row drawn by a generator of its own.
+
+    Each is the token that `torch.multinomial` draws for the row alone: it divides the probabilities by exponential numbers
+    and takes the largest quotient. Only the numbers are drawn row by row here, in memory of their own.
+    """
+    numbers_BV = torch.stack([kept_BV.new_empty(kept_BV.shape[1]).exponential_(generator=one) for one in generators])
+    drawn_B1 = (kept_BV / numbers_BV).argmax(-1, keepdim=True)
     return order_BV.gather(-1, drawn_B1)[:, 0]
 
 

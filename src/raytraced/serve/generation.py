@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raytraced.models.caches import KVCache
 from raytraced.models.gpt import GPT
-from raytraced.models.sampling import draw_token, kept_probabilities
+from raytraced.models.sampling import draw_each, draw_token, kept_probabilities
 from raytraced.serve.models import Served
 
 
@@ -159,8 +159,8 @@ class Continuation:
 
 def draw_tokens(logits_nV: Tensor, texts: Sequence[Continuation]) -> list[int]:
     """One token per text, drawn as the text's options say; the same as `draw_token` for each of them."""
-    tokens_n = logits_nV.argmax(-1)
     drawn = [row for row, text in enumerate(texts) if text.sampling.temperature > 0]
+    tokens_n = logits_nV.argmax(-1) if len(drawn) < len(texts) else logits_nV.new_empty(len(texts), dtype=torch.int64)
     if len(drawn) == 1:  # as often as not there is one text
         (row,) = drawn
         text = texts[row]
@@ -173,9 +173,7 @@ def draw_tokens(logits_nV: Tensor, texts: Sequence[Continuation]) -> list[int]:
         temperatures = logits_nV.new_tensor([[one.temperature] for one in samplings], dtype=torch.float64)
         top_ps = logits_nV.new_tensor([[one.top_p] for one in samplings], dtype=torch.float64)
         kept_nV, order_nV = kept_probabilities(logits_nV[drawn], temperatures, top_ps)
-        for place, row in enumerate(drawn):
-            chosen = torch.multinomial(kept_nV[place], 1, generator=texts[row].generator)
-            tokens_n[row] = order_nV[place, chosen[0]]
+        tokens_n[drawn] = draw_each(kept_nV, order_nV, [texts[row].generator for row in drawn])
     tokens: list[int] = tokens_n.tolist()
     return tokens
 
