@@ -321,6 +321,47 @@ def test_a_client_that_reads_slowly_is_not_disconnected():
     assert asyncio.run(lateness([0] * 5)) == [False] * 5
 
 
+def test_a_stream_whose_client_does_not_read_delays_no_other(models):
+    """The reader of one text stops after its first tokens; another text and an answer are complete meanwhile."""
+    server = Server(models, Limits(decoders=0))
+    has_stopped, reads_again = asyncio.Event(), asyncio.Event()
+
+    async def request(path: str, reads: bool = True, **body) -> bytes:
+        content, received = b"", iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+
+        async def receive():
+            if (message := next(received, None)) is None:
+                await asyncio.sleep(60)  # the client stays
+            return message
+
+        async def send(message):
+            nonlocal content
+            content += message.get("body", b"")
+            if not reads and content:
+                has_stopped.set()
+                await reads_again.wait()
+
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "path": path, "method": "POST", "headers": headers, "query_string": b""}
+        await server.app(scope | {"http_version": "1.1", "scheme": "http", "root_path": ""}, receive, send)
+        return content
+
+    async def ask() -> tuple[list[bytes], bytes]:
+        async with server.lifespan(server.api):
+            text = {"text": "Once", "length": 60, "seed": 1}
+            slow = asyncio.create_task(request("/api/generate", reads=False, **text))
+            await has_stopped.wait()
+            others = [await request("/api/generate", **text), await request("/api/predict", image=DIGIT.tolist())]
+            assert not slow.done()
+            reads_again.set()
+            return others, await slow
+
+    (text, answer), slow_text = asyncio.run(asyncio.wait_for(ask(), 60))
+    assert b'"stop": "length"' in text
+    assert b'"stop": "end"' in answer
+    assert slow_text == text
+
+
 def test_what_is_not_http_is_refused_in_json(start):
     _, address = start()
     for content in (
