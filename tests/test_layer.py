@@ -1,5 +1,4 @@
 import copy
-import itertools
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from cases import pairs
 from raytraced import HiddenOnly, RaytracedExperts
 from raytraced.experts import Stream
 from raytraced.layer import Call, routed_layer
@@ -30,9 +30,9 @@ def make(**options):
 
 
 @pytest.mark.parametrize(
-    ("stream", "weighting", "mask_gradient"), list(itertools.product(STREAMS, WEIGHTINGS, ("all", "active")))
+    ("stream", "weighting", "mask_gradient", "estimator"),
+    pairs(STREAMS, WEIGHTINGS, ("all", "active"), ("reinmax", "gumbel", "straight-through")),
 )
-@pytest.mark.parametrize("estimator", ["reinmax", "gumbel", "straight-through"])
 def test_values_and_gradients_equal_the_loop_over_samples(stream, weighting, mask_gradient, estimator):
     layer = make(
         stream=stream, weighting=weighting, mask_gradient=mask_gradient, estimator=estimator, train_select="greedy"

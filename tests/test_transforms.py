@@ -9,6 +9,7 @@ from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
+from cases import pairs
 from raytraced import PAPER, RaytracedExperts, kernels
 from raytraced.kernels import cpp_gradients
 from raytraced.layer import routed_layer
@@ -44,10 +45,9 @@ RAYTRACED = ("raytraced", "paper", "straight-through")
 every_layer = pytest.mark.parametrize("name", LAYERS)
 every_expert = pytest.mark.parametrize("experts", EXPERTS)
 PATHS = ("", "plain")  # "": whatever is best
-each_path = pytest.mark.parametrize("path", PATHS)
 # To trace takes seconds. Both kinds of experts are traced in each test run, on both paths, in layers that plan and in layers
 # that go step by step; the other combinations are slow.
-QUICK = {("raytraced", "own", ""), ("paper", "mlp", ""), ("top-k", "own", "plain"), ("chain", "mlp", "")}
+QUICK = {("paper", "mlp", ""), ("top-k", "own", "plain")}
 traced = pytest.mark.parametrize(
     ("name", "experts", "path"),
     [
@@ -153,9 +153,7 @@ def test_mapped_over_parameters_an_ensemble_answers_at_once(experts):
     assert_alike(found, [layer(x).hidden for layer in layers])
 
 
-@pytest.mark.parametrize("drawn", [False, True])
-@every_expert
-@every_layer
+@pytest.mark.parametrize(("name", "experts", "drawn"), pairs(LAYERS, EXPERTS, [False, True]))
 def test_a_forward_derivative_is_the_gradient_along_the_tangent(name, experts, drawn):
     """Of a draw too: both ways apply the matrix of the estimator."""
     layer, x, tangent = make(name, experts), vectors(), vectors(7).cos()
@@ -226,10 +224,7 @@ def test_parameters_whose_gradients_have_a_place_of_their_own_refuse_second_deri
         torch.autograd.grad(sum(each.sin().sum() for each in found), weights)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@each_path
-@every_expert
-@every_layer
+@pytest.mark.parametrize(("name", "experts", "path", "use_reentrant"), pairs(LAYERS, EXPERTS, PATHS, [False, True]))
 def test_activation_checkpointing_changes_nothing(name, experts, path, use_reentrant):
     """Draws come again as they came: PyTorch puts its generator's state back."""
     layer, x = make(name, experts, training=True), vectors()
@@ -251,9 +246,7 @@ def test_activation_checkpointing_changes_nothing(name, experts, path, use_reent
     assert_alike(found, wanted, atol=1e-12)
 
 
-@pytest.mark.parametrize("training", [True, False])
-@every_expert
-@every_layer
+@pytest.mark.parametrize(("name", "experts", "training"), pairs(LAYERS, EXPERTS, [True, False]))
 def test_without_values_there_are_still_shapes(name, experts, training):
     layer, x = make(name, experts, training), vectors().view(7, 1, 6)
     with torch.set_grad_enabled(training):

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+from cases import pairs
 from kernels.both_paths import Case, assert_agree, assert_end_at_once, compiled, make_case, run
 from raytraced import activation_sequence, kernels
 from raytraced.kernels import cpp_library
@@ -37,18 +38,11 @@ def instructions(request):
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        ((torch.float32, None), (torch.float64, 3), (torch.float32, 0)),
-        pytest.param(tuple(product(PRECISIONS, (None, 3, 0))), marks=pytest.mark.slow),
-    ],
-    ids=["three", "all"],
+    ("estimator", "select", "stop", "dtype", "max_experts"), pairs(ESTIMATORS, SELECTS, STOPS, PRECISIONS, (None, 3, 0))
 )
-@pytest.mark.parametrize(("estimator", "select", "stop"), list(product(ESTIMATORS, SELECTS, STOPS)))
-def test_every_option_agrees_with_the_plain_path(estimator, select, stop, sizes):
-    for dtype, max_experts in sizes:
-        options = {"estimator": estimator, "select": select, "stop": stop, "max_experts": max_experts, "dtype": dtype}
-        assert_agree(make_case(3, 8, 24, **options))
+def test_every_option_agrees_with_the_plain_path(estimator, select, stop, dtype, max_experts):
+    options = {"estimator": estimator, "select": select, "stop": stop, "max_experts": max_experts, "dtype": dtype}
+    assert_agree(make_case(3, 8, 24, **options))
 
 
 RANDOM_SIZES = {
@@ -66,7 +60,7 @@ RANDOM_SIZES = {
 }
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(**RANDOM_SIZES)
 def test_random_sizes_agree_with_the_plain_path(num_layers, num_experts, batch, **options):
     assert_agree(make_case(num_layers, num_experts, batch, **options))
@@ -99,16 +93,19 @@ def test_thousands_of_configurations_agree_with_the_plain_path(start, record_pro
     record_property("configurations", num)  # for experiments/attack.py
 
 
-@pytest.mark.parametrize("num_experts", [1, 3, 4, 7, 8, 16, 32])
-def test_every_copy_and_every_fixed_size_agrees(instructions, num_experts):
-    for dtype, estimator, sees in product(PRECISIONS, ("reinmax", "none"), (False, True)):
-        assert_agree(make_case(3, num_experts, 10, dtype=dtype, max_experts=9, estimator=estimator, sees=sees))
+@pytest.mark.parametrize(
+    ("instructions", "num_experts", "dtype", "estimator", "sees"),
+    pairs(("avx2", "baseline"), (1, 3, 4, 7, 8, 16, 32), PRECISIONS, ("reinmax", "none"), (False, True)),
+    indirect=["instructions"],
+)
+@pytest.mark.usefixtures("instructions")
+def test_every_copy_and_every_fixed_size_agrees(num_experts, dtype, estimator, sees):
+    assert_agree(make_case(3, num_experts, 10, dtype=dtype, max_experts=9, estimator=estimator, sees=sees))
 
 
-@pytest.mark.parametrize(("estimator", "select", "stop"), list(product(ESTIMATORS, SELECTS, STOPS)))
-def test_gates_that_see_the_input_agree_with_the_plain_path(estimator, select, stop):
-    for dtype in PRECISIONS:
-        assert_agree(make_case(3, 8, 24, estimator=estimator, select=select, stop=stop, dtype=dtype, sees=True))
+@pytest.mark.parametrize(("estimator", "select", "stop", "dtype"), pairs(ESTIMATORS, SELECTS, STOPS, PRECISIONS))
+def test_gates_that_see_the_input_agree_with_the_plain_path(estimator, select, stop, dtype):
+    assert_agree(make_case(3, 8, 24, estimator=estimator, select=select, stop=stop, dtype=dtype, sees=True))
 
 
 def test_without_an_estimator_masks_are_constants_on_both_paths():
@@ -125,10 +122,12 @@ def test_a_thousand_samples_draw_as_the_plain_path_and_ties_are_rare():
     assert int(met_B.sum()) <= 8
 
 
-@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
-def test_each_gradient_arrives_alone(wanted):
-    for dtype, stop in product(PRECISIONS, STOPS):
-        assert_agree(make_case(3, 5, 8, dtype=dtype, stop=stop), with_gradients=wanted)
+@pytest.mark.parametrize(
+    ("wanted", "dtype", "stop"),
+    pairs([(True, False, False), (False, True, False), (False, False, True)], PRECISIONS, STOPS),
+)
+def test_each_gradient_arrives_alone(wanted, dtype, stop):
+    assert_agree(make_case(3, 5, 8, dtype=dtype, stop=stop), with_gradients=wanted)
 
 
 @pytest.mark.parametrize("scale", [30.0, 1e4, 1e30])
@@ -147,15 +146,16 @@ def test_large_weights_agree_with_the_plain_path():
         assert_agree(make_case(4, num_experts, 32, scale=200.0, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("estimator", "large"), list(product(("reinmax", "none"), (50.0, 800.0, 2000.0))))
-def test_whatever_gates_see_the_plain_paths_softmax_is_theirs(estimator, large):
+@pytest.mark.parametrize(
+    ("estimator", "large", "num_experts"), pairs(("reinmax", "none"), (50.0, 800.0, 2000.0), (7, 8))
+)
+def test_whatever_gates_see_the_plain_paths_softmax_is_theirs(estimator, large, num_experts):
     # One node sees something large, the others do not: with and without its maximum, the softmax is the same.
-    for num_experts in (7, 8):
-        case = make_case(4, num_experts, 32, estimator=estimator, dtype=torch.float64, sees=True)
-        with torch.no_grad():
-            case.options["input_logits_BLNO"][:, :, 0, 2] += large
-            case.options["input_logits_BLNO"][:, :, 1, -1] -= large
-        assert_agree(case)
+    case = make_case(4, num_experts, 32, estimator=estimator, dtype=torch.float64, sees=True)
+    with torch.no_grad():
+        case.options["input_logits_BLNO"][:, :, 0, 2] += large
+        case.options["input_logits_BLNO"][:, :, 1, -1] -= large
+    assert_agree(case)
 
 
 LARGE_LOGITS = {
@@ -181,7 +181,7 @@ def assert_agree_at_large_logits(num_layers, num_experts, batch, centre, spread,
     assert_agree(case, logit_size=logit_size, num_terms=num_terms)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(**LARGE_LOGITS)
 def test_large_logits_agree_with_the_plain_path(num_layers, num_experts, batch, centre, spread, **options):
     assert_agree_at_large_logits(num_layers, num_experts, batch, centre, spread, **options)
@@ -327,9 +327,10 @@ def test_other_tensors_take_the_plain_path():
     assert chosen(entry_BN.bfloat16()) == chosen(entry_BN.to("meta")) == "plain"
 
 
-@pytest.mark.parametrize("sizes", [(1, 5), (2, 3), (4, 8), (3, 17)])
-@pytest.mark.parametrize(("estimator", "select"), list(product(("reinmax", "gumbel", "none"), ("sample", "greedy"))))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("sizes", "estimator", "select", "dtype"),
+    pairs([(1, 5), (2, 3), (4, 8), (3, 17)], ("reinmax", "gumbel", "none"), SELECTS, PRECISIONS),
+)
 def test_a_stop_per_row_agrees_with_the_plain_path(sizes, estimator, select, dtype):
     stop = torch.tensor([0.01, 0.3, 1.0, 5.0, 1e-30, 1e30], dtype=torch.float64).repeat(7)
     case = make_case(*sizes, 42, estimator=estimator, select=select, stop=stop, dtype=dtype)
