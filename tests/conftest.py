@@ -71,6 +71,23 @@ def _no_waiting_for_the_disk():
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def real_pictures():
+    """No run in this process draws its pictures, which takes ten times as long as the run of a test; the function that would."""
+    from raytraced.training import callbacks
+
+    draw_pictures = callbacks.draw_pictures
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(callbacks, "draw_pictures", lambda *_: None)
+        yield draw_pictures
+
+
+@pytest.fixture
+def pictures(real_pictures, monkeypatch):
+    """The runs of this test draw their pictures."""
+    monkeypatch.setattr("raytraced.training.callbacks.draw_pictures", real_pictures)
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)

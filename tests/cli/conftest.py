@@ -24,7 +24,9 @@ def options(stripes, tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def finished(options, tmp_path_factory) -> RunFolder:
+def finished(options, real_pictures, tmp_path_factory) -> RunFolder:
     output = tmp_path_factory.mktemp("finished") / "runs"
-    assert main(["train", *options, "--runs-dir", str(output), "--name", "one"]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raytraced.training.callbacks.draw_pictures", real_pictures)
+        assert main(["train", *options, "--runs-dir", str(output), "--name", "one"]) == 0
     return RunFolder(output / "one")

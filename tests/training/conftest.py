@@ -31,8 +31,7 @@ def config(data_file, tmp_path) -> TrainConfig:
 
 @pytest.fixture
 def no_pictures(monkeypatch):
-    """Leave out what takes longer than such a run: pictures and events."""
-    monkeypatch.setattr("raytraced.training.callbacks.draw_pictures", lambda *_: None)
+    """Leave out what takes longer than such a run: events; pictures are left out everywhere."""
     monkeypatch.setattr("raytraced.training.trackers.tensorboard.write_event", lambda *_: None)
 
 
