@@ -99,8 +99,9 @@ def test_one_call_for_few_rows_gives_what_steps_give_for_many(stream, weighting)
         assert_rows(run(rows), whole, rows, 1e-5)  # the entry gate is in the call for few, and PyTorch's for many
 
 
-# In training, mixture-of-depths chooses among all rows of a batch; see tests/routers/test_routers.py.
-CASES = [(name, mode) for name in MODELS for mode in (True, False) if (name, mode) != ("mixture-of-depths", True)]
+# In training these choose among all rows of a batch; see tests/routers/test_routers.py.
+TOGETHER = ("mixture-of-depths", "seq-top-k")
+CASES = [(name, mode) for name in MODELS for mode in (True, False) if not (mode and name in TOGETHER)]
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ PARAMETERS = {
     "top-k": 39_386,
     "planned": 39_386,
     "matryoshka": 39_386,
+    "seq-top-k": 39_386,  # the cut is not learnt
     "mixture-of-depths": BASE + 4 * 17,  # a gate 16→1
     "hash": BASE,  # the random map is not learnt
     "threshold": 39_386,

@@ -41,6 +41,14 @@ def hash_routing(router, step, hidden):
     return {e: torch.ones((), dtype=hidden.dtype) for e in by_strength(scores)[: router.k]}
 
 
+def seq_top_k(router, step, hidden):
+    probs = normalised(gate(router, step, hidden))
+    chosen = [e for e, prob in enumerate(probs) if number(prob) >= number(router.cut[step])]
+    total = sum(probs[e] for e in chosen) if len(chosen) > 1 else 1
+    scale = len(chosen) if router.total == "count" else 1
+    return {e: probs[e] / total * scale for e in chosen}
+
+
 def mixture_of_depths(router, step, hidden):
     (score,) = gate(router, step, hidden)
     weight = 2 / (1 + (-score).exp())
@@ -69,7 +77,8 @@ def aux_free(router, step, hidden):
     biased = [number(score) + number(router.bias[step, e]) for e, score in enumerate(scores)]
     chosen = by_strength(biased)[: router.k]
     total = sum(scores[e] for e in chosen)
-    return {e: scores[e] / total for e in chosen}
+    scale = router.k if router.total == "count" else 1
+    return {e: scores[e] / total * scale for e in chosen}
 
 
 def top_any(router, step, hidden):

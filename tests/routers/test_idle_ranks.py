@@ -12,6 +12,7 @@ from forked import run_together
 from raytraced import RaytracedExperts
 from raytraced.layer import routed_layer
 from raytraced.routers.mixture_of_depths import MixtureOfDepths
+from raytraced.routers.seq_top_k import SeqTopK
 from raytraced.routers.threshold import Threshold
 from raytraced.routers.top_any import TopAny
 from raytraced.routers.top_k import TopK
@@ -27,6 +28,7 @@ LAYERS = {
     "raytraced": lambda: RaytracedExperts(5, 3, 4, expert=expert),
     "top-k": lambda: routed_layer(TopK, 5, 2, 4, expert=expert),
     "threshold": lambda: routed_layer(Threshold, 5, 2, 4, expert=expert),
+    "seq-top-k": lambda: routed_layer(SeqTopK, 5, 2, 4, expert=expert),
     "mixture-of-depths": lambda: routed_layer(MixtureOfDepths, 5, 2, 4, expert=expert),
     "top-any": lambda: routed_layer(TopAny, 5, 2, 4, expert=expert),
 }

@@ -15,6 +15,7 @@ from raytraced.routers.mixture_of_depths import MixtureOfDepths, top_share
 from raytraced.routers.null_experts import NullExperts
 from raytraced.routers.planned import PlannedTopK
 from raytraced.routers.relu import ReLURouting
+from raytraced.routers.seq_top_k import PACE, SeqTopK
 from raytraced.routers.threshold import Threshold
 from raytraced.routers.top_any import TopAny
 from raytraced.routers.top_k import TopK
@@ -32,7 +33,10 @@ ROUTERS = {
     "threshold": (Threshold, {}, per_sample.threshold),
     "threshold-0.9": (Threshold, {"threshold": 0.9}, per_sample.threshold),
     "threshold-count": (Threshold, {"total": "count"}, per_sample.threshold),
+    "seq-top-k": (SeqTopK, {}, per_sample.seq_top_k),
+    "seq-top-k-count": (SeqTopK, {"total": "count"}, per_sample.seq_top_k),
     "aux-free": (AuxFree, {}, per_sample.aux_free),
+    "aux-free-count": (AuxFree, {"total": "count"}, per_sample.aux_free),
     "top-any": (TopAny, {}, per_sample.top_any),
     "null-experts": (NullExperts, {}, per_sample.null_experts),
     "null-experts-1": (NullExperts, {"k": 2, "num_null": 1}, per_sample.null_experts),
@@ -61,7 +65,7 @@ def gradients(module, loss, **inputs):
 def test_a_router_equals_a_loop_over_samples(name, stream):
     cls, options, route = ROUTERS[name]
     layer = make_layer(cls, stream=stream, **options).eval()
-    if name == "aux-free":
+    if cls is AuxFree:
         layer.router.bias.normal_()
     if name == "top-any":
         layer.router.thresholds.data.normal_()
@@ -203,6 +207,29 @@ def test_matryoshka_draws_every_k_up_to_the_largest_in_training_and_keeps_the_be
     weakest = logits_BN.masked_fill(~chosen_BN, float("inf")).amin(-1)
     strongest_left = logits_BN.masked_fill(chosen_BN, -float("inf")).amax(-1)
     assert (weakest >= strongest_left).all()
+
+
+def test_seq_top_k_runs_the_largest_probabilities_of_a_whole_batch_in_training():
+    layer = make_layer(SeqTopK, k=2).train()
+    hidden = torch.randn(50, 5, dtype=torch.float64)
+    out = layer(hidden)
+    assert (out.route.active.sum((0, 2)) == 100).all()  # in every layer, two experts per vector on the mean
+    assert out.route.active[:, 0].sum(-1).unique().numel() > 2  # and not the same number for all
+    probs, runs = layer.router.gate_logits(0, hidden).softmax(-1), out.route.active[:, 0].bool()
+    assert probs[runs].min() > probs[~runs].max()
+
+
+def test_the_cut_of_seq_top_k_follows_training_so_that_evaluation_runs_as_many_experts():
+    layer = make_layer(SeqTopK, num_layers=1, k=1).train()
+    hidden = torch.randn(400, 5, dtype=torch.float64)
+    probs, chosen = layer.router.gate_logits(0, hidden).softmax(-1), layer(hidden).route.active[:, 0].bool()
+    assert layer.router.cut.item() == pytest.approx((1 - PACE) / 4 + PACE * probs[chosen].min().item())
+    for _ in range(1000):
+        layer(hidden)
+    before = layer.router.cut.clone()
+    assert torch.equal(layer.eval()(hidden).route.active.bool()[:, 0], probs >= before)
+    assert layer(hidden).route.active.sum(-1).mean().item() == pytest.approx(1, abs=0.02)
+    assert torch.equal(layer.router.cut, before)  # evaluation does not move it
 
 
 def test_mixture_of_depths_runs_the_share_of_the_highest_scores_in_training():

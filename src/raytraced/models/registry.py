@@ -62,6 +62,7 @@ MODELS = {
     "top-k": ModelInfo("routers.top_k:TopK", GRID, "Shazeer 2017"),
     "planned": ModelInfo("routers.planned:PlannedTopK", GRID, "top-k, our control", routing_input="embedding"),
     "matryoshka": ModelInfo("routers.matryoshka:MatryoshkaTopK", GRID, "Wang 2025, M-MoE"),
+    "seq-top-k": ModelInfo("routers.seq_top_k:SeqTopK", GRID, "Wen 2025, SeqTopK", adaptive=True),
     "mixture-of-depths": ModelInfo("routers.mixture_of_depths:MixtureOfDepths", GRID, "Raposo 2024", adaptive=True),
     "hash": ModelInfo("routers.hash:HashRouting", GRID, "Roller 2021", routing_input="token"),
     "threshold": ModelInfo("routers.threshold:Threshold", GRID, "Huang 2024", adaptive=True),

@@ -3,12 +3,15 @@
 Axes: B batch, L layers, N experts per layer, D width.
 """
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
-from raytraced.errors import require
+from raytraced.errors import require, require_one_of
 from raytraced.layer import Choice, Draws, Router
 from raytraced.routers.choosing import global_load, softmax_over, top_mask
+from raytraced.routers.top_k import Total
 
 
 class AuxFree(Router):
@@ -22,18 +25,29 @@ class AuxFree(Router):
         num_experts: Number of experts per layer.
         k: Number of experts that run in each layer.
         update_rate: Change of the bias per training step.
+        total: Sum of the weights of the chosen experts: "one", or "count" for k, as in raytraced experts.
 
     Returns (from ``route``):
-        Choice with ``active`` (B, N) and ``weights`` (B, N), which sum to 1.
+        Choice with ``active`` (B, N) and ``weights`` (B, N).
     """
 
     bias: Tensor  # (L, N)
 
-    def __init__(self, dim: int, num_layers: int, num_experts: int, *, k: int = 2, update_rate: float = 1e-3) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_layers: int,
+        num_experts: int,
+        *,
+        k: int = 2,
+        update_rate: float = 1e-3,
+        total: Total = "one",
+    ) -> None:
         super().__init__(dim, num_layers, num_experts)
         require(1 <= k <= num_experts, "k", k, f"must lie in 1 … num_experts={num_experts}")
         require(update_rate >= 0, "update_rate", update_rate, "must not be negative")
-        self.k, self.update_rate = k, update_rate
+        require_one_of("total", total, get_args(Total))
+        self.k, self.update_rate, self.total = k, update_rate, total
         self.register_buffer("bias", torch.zeros(num_layers, num_experts))
 
     def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:
@@ -41,7 +55,7 @@ class AuxFree(Router):
         scores_BN = logits_BN.detach().softmax(-1)
         chosen_BN = draws.recall(step, top_mask(scores_BN + self.bias[step], self.k))
         # The scores renormalised over the chosen experts are their softmax: without a bias this is top-k.
-        weights_BN = softmax_over(logits_BN, chosen_BN)
+        weights_BN = softmax_over(logits_BN, chosen_BN) * (self.k if self.total == "count" else 1)
         active_BN = chosen_BN.to(weights_BN.dtype)
         if self.training:
             self.move_bias(step, global_load(active_BN))
