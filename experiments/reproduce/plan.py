@@ -36,6 +36,7 @@ class DataPlan:
         default_factory=dict
     )  # options of all its models, where they are wider than the paper's
     training: dict[str, Any] = field(default_factory=dict)  # training options of all its runs
+    extends: bool = True  # whether a search goes on while the best rate is at the edge; False: as many runs for every model
     rates_of: str = ""  # the data set whose learning rates it uses in place of a search
     epoch_seconds: float = 1.0  # of MRE on one core; for the first estimate of the time, and for the order of runs
 
@@ -95,13 +96,13 @@ QUICK = Scale(
     fixed_lr=5e-3,
 )  # fmt: skip
 
-# Text: small decoders with 16 experts per block; an epoch is 100 steps of 1,024 bytes. Both texts share one search.
-WINDOWS = {"context": 64, "steps": 100, "eval_tokens": 32768}
+# Text: small decoders with 16 experts per block; an epoch is 250 steps of 1,024 bytes. Both texts share the searches.
+WINDOWS = {"context": 64, "steps": 250, "eval_tokens": 32768}
 BYTES = DataPlan(
-    10, 10, False, False, (2e-3, 4e-3, 8e-3, 1.6e-2), (), {"dim": 64, "hidden": 128, "depth": 4},
-    {"batch_size": 16, "warmup": 0.5, "data_options": WINDOWS}, epoch_seconds=7.0,
+    6, 1, False, False, (3e-3, 6e-3, 1.2e-2), (), {"dim": 64, "hidden": 128, "depth": 4},
+    {"batch_size": 16, "warmup": 0.2, "data_options": WINDOWS}, extends=False, epoch_seconds=18.0,
 )  # fmt: skip
-TEXT = Scale("full", {"enwik8": BYTES, "mix": replace(BYTES, rates_of="enwik8")}, 3, 3, (), "", 0)
+TEXT = Scale("full", {"enwik8": BYTES, "mix": replace(BYTES, rates_of="enwik8")}, 5, 5, (), "", 0)
 TEXT_QUICK = Scale("quick", {"shakespeare": replace(BYTES, epochs=1, search_epochs=1)}, 1, 1, (), "", 0, fixed_lr=4e-3)
 
 
@@ -270,7 +271,12 @@ def runs_of(part: str, planner: Planner, selected: Selection) -> list[Run]:
         "frontier": frontier,
         "union": frontier,
         "early-exit": [("main", variants.exit_variants(plans[name].wide), [name], many) for name in tuned],
-        "text": [("main", variants.text_variants(), texts, some)],
+        # Seed by seed: stopped at any time, the records hold whole seeds. The other rows come after all seeds of the main ones.
+        "text": [
+            ("main", models, texts, [seed])
+            for models in (variants.text_variants(), variants.more_text_variants())
+            for seed in some
+        ],
         "ship": [("main", [variant], [name], some) for name, variant in shipped if name in chosen_data],
     }
     return [run for need in needs[part] for run in planner.runs(*need)]

@@ -32,6 +32,7 @@ class Record(Run):
     test: dict[str, Any] = field(default_factory=dict)  # with cost, load, and the accuracy for each sequence length
     budgets: list[dict[str, float]] = field(default_factory=list)  # accuracy and cost with at most 0, 1, … experts
     early_exit: dict[str, Any] = field(default_factory=dict)  # see `measure_early_exit`
+    dial: list[dict[str, float]] = field(default_factory=list)  # see `measure_dial`
 
     @property
     def accuracy(self) -> float:
@@ -219,7 +220,8 @@ def read_searches(results: Results, scale: Scale) -> tuple[LearningRates, Grids]
     found: dict[str, dict[str, float]] = {}
     grids: dict[tuple[str, str], tuple[float, ...]] = {}
     for (data, label), accuracies in results.searches().items():
-        rates = rates_to_try(accuracies, {*scale.data[data].grid, *accuracies}, scale.fixed_lr is None)
+        extends = scale.fixed_lr is None and scale.data[data].extends
+        rates = rates_to_try(accuracies, {*scale.data[data].grid, *accuracies}, extends)
         best = choose_rate(accuracies)
         grids[data, label] = tuple(rates)
         if len(accuracies) == len(rates):

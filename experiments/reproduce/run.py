@@ -1,6 +1,7 @@
 """Train many runs on an executor. Stopped at any moment, the same call continues where it was; two calls may share a folder."""
 
 import hashlib
+import math
 import multiprocessing
 import os
 import shutil
@@ -40,6 +41,12 @@ HISTORY = ("train_loss", "train_accuracy", "validation_accuracy", "validation_bi
            "seconds")  # fmt: skip
 METRICS = ("num_samples", "accuracy", "bits_per_byte", "loss", "calibration_error", "mean_experts", "accuracy_per_class",
            "experts_per_class", "expert_load")  # fmt: skip
+# Models whose budget can be turned after training: the option, and the settings that are measured.
+DIALS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "gpt-mre": ("stop", (4.0, 1.0, 0.5, 0.2, 0.1, 0.05, 0.02)),
+    "gpt-matryoshka": ("k", (1, 2, 4, 8)),
+    "gpt-threshold": ("threshold", (0.1, 0.3, 0.5, 0.7)),
+}
 UNTRAINED = ("cli", "explore", "serve", "integrations")  # folders of the package that no training imports
 
 
@@ -334,6 +341,8 @@ def perform(run: Run, work: Path, data_root: str | None, request: StopRequest | 
             record = make_record(run, folder)
             if "accuracy" in record.test:
                 record = replace(record, early_exit=measure_early_exit(run, folder, data_root))
+            elif run.group == "main":
+                record = replace(record, dial=measure_dial(run, folder, data_root))
         except Diverged as error:
             record = Record(**vars(run), error=str(error).partition(";")[0])
         write_file(folder.path / "record.json", write_line(record))
@@ -365,6 +374,34 @@ def measure_early_exit(run: Run, folder: RunFolder, data_root: str | None) -> di
         validated = {f"validation_{name}": value for name, value in validation.stop(confidence).items()}
         points.append({"within": within, "confidence": confidence} | validated | test.stop(confidence))
     return {"points": points, "exits": test.exits(), "runs": test.by_runs(calibrate(validation, SHOWN_WITHIN))}
+
+
+def measure_dial(run: Run, folder: RunFolder, data_root: str | None) -> list[dict[str, float]]:
+    """A language model at several settings of its dial, turned after training; empty for a model without one.
+
+    Returns:
+        For each setting, "setting" and the means per test byte of "experts", "macs" and "bits_per_byte", and
+        "validation_bits_per_byte".
+    """
+    from raytraced.io.saving import load
+    from raytraced.tasks.registry import find_task
+    from raytraced.training.calibration import measure_means
+
+    option, settings = DIALS.get(run.config.model, ("", ()))
+    if not settings:
+        return []
+    model, task = load(folder.path), find_task(run.data)
+    model.eval()
+    data = task.load_for(model, run.data, data_root)
+    rows = []
+    for setting in settings:
+        options = {"stop": setting} if option == "stop" else {}
+        if not options:
+            setattr(model.routed_layers()[0].router, option, setting)
+        test, validation = (measure_means(model, task, data, split, **options) for split in ("test", "validation"))
+        bits = {"bits_per_byte": test["loss"] / math.log(2), "validation_bits_per_byte": validation["loss"] / math.log(2)}
+        rows.append({"setting": setting, "experts": test["experts"], "macs": test["macs"]} | bits)
+    return rows
 
 
 def make_record(run: Run, folder: RunFolder) -> Record:

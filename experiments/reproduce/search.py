@@ -41,7 +41,9 @@ def ask_searches(
     for (data, label), runs in searches_of(collect_runs(parts, planner, selected)).items():
         study = open_study(folder, runs)
         tell(study, results.searches().get((data, label), {}))
-        grids[data, label] = ask(study, planner.scale.data[data].grid, extend=planner.scale.fixed_lr is None)
+        searched = planner.scale.data[data]
+        extends = planner.scale.fixed_lr is None and searched.extends
+        grids[data, label] = ask(study, searched.grid, extends)
     return replace(planner, grids=grids)
 
 

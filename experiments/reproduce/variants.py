@@ -143,32 +143,52 @@ INIT_VARIANTS = tuple(
     for name, scaled in (("scaled", True), ("plain", False))
 )
 
-# On tokens: 16 experts in each block of a decoder.
+# On tokens: 16 experts in each block of a decoder. Where weights are normalised, they sum to the number of experts, as MRE's.
 EXPERTS_PER_BLOCK = {"num_experts": 16}
+COUNTED = EXPERTS_PER_BLOCK | {"total": "count"}
+# Our decoder, written in full, and its slow gates: docs/lab/paths.md.
+SLOW_GATES = {"target_experts": None, "lr_routing": 4e-4}
+DECODER = EXPERTS_PER_BLOCK | {"routing_input": "token", "routing_dim": 16, "weighting": "relative", "weight_scale": 2.0,
+                               "stop": 0.2, "entry_scale": 16.0, "input_init_std": 3.0, "input_rank": 16,
+                               "output_logit_offset": 8.0}  # fmt: skip
+STOP_RANGE = [0.02, 1.0]  # of the model that is trained for all budgets
 
 
 def text_variants() -> tuple[Variant, ...]:
-    """All models that are compared on text. One search per group: ours, dense, those that choose by the block's input, those
-    that plan by the token."""
-    mre = Variant("mre", "gpt-mre", EXPERTS_PER_BLOCK, {"target_experts": None})
-    counted = EXPERTS_PER_BLOCK | {"total": "count"}
-    shared: tuple[tuple[Variant, ...], ...] = (  # the search of the first is that of the group
-        (mre, replace(mre, label="mre-elastic", training={"target_experts": None, "anytime_loss": 0.25})),
-        tuple(
-            Variant(f"dense-{num}", "gpt-dense", {"hidden": 128 * num}) for num in (2, 1, 4, 8)
-        ),  # widths of 1 … 8 experts
-        (
-            *(Variant(f"top-{k}", "gpt-top-k", counted | {"k": k}) for k in (2, 1, 4, 8)),
-            Variant("threshold", "gpt-threshold", counted),
-            Variant("relu", "gpt-relu", EXPERTS_PER_BLOCK | {"k": 2.0}),
-            *(Variant(name, f"gpt-{name}", EXPERTS_PER_BLOCK) for name in ("aux-free", "null-experts", "chain")),
-        ),
-        (
-            Variant("planned-2", "gpt-planned", counted | {"k": 2}),
-            *(Variant(f"hash-{k}", "gpt-hash", EXPERTS_PER_BLOCK | {"k": k}) for k in (1, 2)),
-        ),
+    """The main rows of the comparison on text, the most important ones first; each has a search of its own."""
+    return (
+        Variant("mre", "gpt-mre", DECODER, SLOW_GATES),
+        Variant("mre-range", "gpt-mre", DECODER | {"stop_range": STOP_RANGE}, SLOW_GATES),
+        Variant("top-2", "gpt-top-k", COUNTED | {"k": 2}),
+        Variant("planned-2", "gpt-planned", COUNTED | {"k": 2}),
+        Variant("hash-1", "gpt-hash", EXPERTS_PER_BLOCK | {"k": 1}),
+        Variant("hash-2", "gpt-hash", EXPERTS_PER_BLOCK | {"k": 2}),
+        Variant("top-1", "gpt-top-k", COUNTED | {"k": 1}),
+        Variant("top-4", "gpt-top-k", COUNTED | {"k": 4}),
+        Variant("dense-2", "gpt-dense", {"hidden": 256}),  # as wide as two experts
+        Variant("matryoshka", "gpt-matryoshka", COUNTED | {"k": 2, "most": 8}),
+        Variant("threshold", "gpt-threshold", COUNTED),
+        Variant("seq-top-2", "gpt-seq-top-k", COUNTED | {"k": 2}),
+        Variant("aux-free-2", "gpt-aux-free", COUNTED | {"k": 2}),
+        Variant("top-2-balance", "gpt-top-k", COUNTED | {"k": 2, "balance": 0.01}),
+        # An eighth of the bytes runs all 16 experts: two per byte on the mean.
+        Variant("depths-2", "gpt-mixture-of-depths", EXPERTS_PER_BLOCK | {"capacity": 0.125}),
     )
-    return tuple(replace(one, tuned_as=first) for first, *others in shared for one in (first, *others))
+
+
+def more_text_variants() -> tuple[Variant, ...]:
+    """Further rows on text, trained at the learning rate of the most similar main row."""
+    main = {one.label: one for one in text_variants()}
+    top_4, planned = main["top-4"], main["planned-2"]
+    dense = (Variant(f"dense-{num}", "gpt-dense", {"hidden": 128 * num}, tuned_as=main["dense-2"]) for num in (1, 4, 8))
+    return (
+        replace(top_4, label="top-8", options=COUNTED | {"k": 8}, tuned_as=top_4),
+        replace(planned, label="planned-1", options=COUNTED | {"k": 1}, tuned_as=planned),
+        replace(planned, label="planned-4", options=COUNTED | {"k": 4}, tuned_as=planned),
+        replace(planned, label="first-block-2", options=planned.options | {"routing_input": "first-block"}, tuned_as=planned),
+        Variant("relu-2", "gpt-relu", EXPERTS_PER_BLOCK | {"k": 2.0}, tuned_as=main["threshold"]),
+        *dense,
+    )
 
 
 # How each shipped model was trained: name → data set and recipe.

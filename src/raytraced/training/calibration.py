@@ -221,7 +221,7 @@ def measure_dial(
     model.eval()
     most = sum(layer.experts.num_layers * layer.experts.num_experts for layer in model.routed_layers())
     for stop in STOPS:
-        row = {"stop": stop} | _measure_stop(model, task, data, split, batch_size, stop)
+        row = {"stop": stop} | measure_means(model, task, data, split, batch_size, stop=stop)
         if rows and row["experts"] < rows[-1]["experts"] * (1 + 1e-3):
             rows.pop()  # the larger value of two that run as many is of no use
         rows.append(row)
@@ -230,13 +230,16 @@ def measure_dial(
     return {"split": split, "rows": rows}
 
 
-def _measure_stop(model: Model, task: Task, data: Data, split: str, batch_size: int, stop: float) -> dict[str, float]:
-    """The means of experts, macs and loss over the targets of a split."""
+@torch.no_grad()
+def measure_means(
+    model: Model, task: Task, data: Data, split: str, batch_size: int = 256, **options: Any
+) -> dict[str, float]:
+    """The means of experts, macs and loss over the targets of a split; `options` are those of a call of the model."""
     device = next(model.parameters()).device
     loader = task.loader(data, split, batch_size, {}, shuffle=False, rank=0, world_size=1, device=device)
     sums = dict.fromkeys(("experts", "macs_total", "loss", "targets"), 0.0)
     for batch in loader.epoch(0):
-        out = model(batch.inputs, rows=batch.rows, mask=batch.mask, stop=stop)
+        out = model(batch.inputs, rows=batch.rows, mask=batch.mask, **options)
         noted = note(task, batch, out, sample_cost(model, batch.inputs, out, batch.mask))
         for name in sums:
             sums[name] += float(noted[name].sum())
