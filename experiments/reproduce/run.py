@@ -399,7 +399,10 @@ def measure_dial(run: Run, folder: RunFolder, data_root: str | None) -> list[dic
         if not options:
             setattr(model.routed_layers()[0].router, option, setting)
         test, validation = (measure_means(model, task, data, split, **options) for split in ("test", "validation"))
-        bits = {"bits_per_byte": test["loss"] / math.log(2), "validation_bits_per_byte": validation["loss"] / math.log(2)}
+        bits = {
+            "bits_per_byte": test["loss"] / math.log(2),
+            "validation_bits_per_byte": validation["loss"] / math.log(2),
+        }
         rows.append({"setting": setting, "experts": test["experts"], "macs": test["macs"]} | bits)
     return rows
 

@@ -155,39 +155,43 @@ STOP_RANGE = [0.02, 1.0]  # of the model that is trained for all budgets
 
 
 def text_variants() -> tuple[Variant, ...]:
-    """The main rows of the comparison on text, the most important ones first; each has a search of its own."""
+    """The main rows of the comparison on text, the most important ones first. One search per group, that of its first row."""
+    mre = Variant("mre", "gpt-mre", DECODER, SLOW_GATES)
+    top = Variant("top-2", "gpt-top-k", COUNTED | {"k": 2})
+    planned = Variant("planned-2", "gpt-planned", COUNTED | {"k": 2})
+    hashed = Variant("hash-1", "gpt-hash", EXPERTS_PER_BLOCK | {"k": 1}, tuned_as=planned)
     return (
-        Variant("mre", "gpt-mre", DECODER, SLOW_GATES),
-        Variant("mre-range", "gpt-mre", DECODER | {"stop_range": STOP_RANGE}, SLOW_GATES),
-        Variant("top-2", "gpt-top-k", COUNTED | {"k": 2}),
-        Variant("planned-2", "gpt-planned", COUNTED | {"k": 2}),
-        Variant("hash-1", "gpt-hash", EXPERTS_PER_BLOCK | {"k": 1}),
-        Variant("hash-2", "gpt-hash", EXPERTS_PER_BLOCK | {"k": 2}),
-        Variant("top-1", "gpt-top-k", COUNTED | {"k": 1}),
-        Variant("top-4", "gpt-top-k", COUNTED | {"k": 4}),
+        mre,
+        top,
+        planned,
+        hashed,
+        replace(hashed, label="hash-2", options=EXPERTS_PER_BLOCK | {"k": 2}),
+        replace(mre, label="mre-range", options=DECODER | {"stop_range": STOP_RANGE}, tuned_as=mre),
+        replace(top, label="top-1", options=COUNTED | {"k": 1}, tuned_as=top),
+        replace(top, label="top-4", options=COUNTED | {"k": 4}, tuned_as=top),
+        Variant("matryoshka", "gpt-matryoshka", COUNTED | {"k": 2, "most": 8}, tuned_as=top),
+        Variant("threshold", "gpt-threshold", COUNTED, tuned_as=top),
         Variant("dense-2", "gpt-dense", {"hidden": 256}),  # as wide as two experts
-        Variant("matryoshka", "gpt-matryoshka", COUNTED | {"k": 2, "most": 8}),
-        Variant("threshold", "gpt-threshold", COUNTED),
-        Variant("seq-top-2", "gpt-seq-top-k", COUNTED | {"k": 2}),
-        Variant("aux-free-2", "gpt-aux-free", COUNTED | {"k": 2}),
-        Variant("top-2-balance", "gpt-top-k", COUNTED | {"k": 2, "balance": 0.01}),
+        Variant("seq-top-2", "gpt-seq-top-k", COUNTED | {"k": 2}, tuned_as=top),
+        Variant("aux-free-2", "gpt-aux-free", COUNTED | {"k": 2}, tuned_as=top),
+        replace(top, label="top-2-balance", options=COUNTED | {"k": 2, "balance": 0.01}, tuned_as=top),
         # An eighth of the bytes runs all 16 experts: two per byte on the mean.
-        Variant("depths-2", "gpt-mixture-of-depths", EXPERTS_PER_BLOCK | {"capacity": 0.125}),
+        Variant("depths-2", "gpt-mixture-of-depths", EXPERTS_PER_BLOCK | {"capacity": 0.125}, tuned_as=top),
     )
 
 
 def more_text_variants() -> tuple[Variant, ...]:
-    """Further rows on text, trained at the learning rate of the most similar main row."""
+    """Further rows on text, which are trained after all seeds of the main ones."""
     main = {one.label: one for one in text_variants()}
-    top_4, planned = main["top-4"], main["planned-2"]
-    dense = (Variant(f"dense-{num}", "gpt-dense", {"hidden": 128 * num}, tuned_as=main["dense-2"]) for num in (1, 4, 8))
+    top, planned, dense = main["top-2"], main["planned-2"], main["dense-2"]
+    first_block = planned.options | {"routing_input": "first-block"}
     return (
-        replace(top_4, label="top-8", options=COUNTED | {"k": 8}, tuned_as=top_4),
+        replace(top, label="top-8", options=COUNTED | {"k": 8}, tuned_as=top),
         replace(planned, label="planned-1", options=COUNTED | {"k": 1}, tuned_as=planned),
         replace(planned, label="planned-4", options=COUNTED | {"k": 4}, tuned_as=planned),
-        replace(planned, label="first-block-2", options=planned.options | {"routing_input": "first-block"}, tuned_as=planned),
-        Variant("relu-2", "gpt-relu", EXPERTS_PER_BLOCK | {"k": 2.0}, tuned_as=main["threshold"]),
-        *dense,
+        replace(planned, label="first-block-2", options=first_block, tuned_as=planned),
+        Variant("relu-2", "gpt-relu", EXPERTS_PER_BLOCK | {"k": 2.0}, tuned_as=top),
+        *(replace(dense, label=f"dense-{num}", options={"hidden": 128 * num}, tuned_as=dense) for num in (1, 4, 8)),
     )
 
 

@@ -1,6 +1,7 @@
 """The language models' part: fair, resumable, and written as a table and a figure."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +9,8 @@ import pytest
 
 from experiments.reproduce import command, plan
 from experiments.reproduce.plan import BYTES, FULL, TEXT, Planner, collect_runs
-from experiments.reproduce.records import Store
-from experiments.reproduce.variants import text_variants
+from experiments.reproduce.records import Record, Results, Store, read_searches
+from experiments.reproduce.variants import more_text_variants, text_variants
 from raytraced.models.registry import build
 
 RATES = {"enwik8": {"mre": 4e-3, "planned-2": 2e-3, "dense-2": 8e-3, "top-2": 1e-3}}
@@ -36,22 +37,43 @@ def test_all_models_are_trained_alike_except_for_their_recipe():
         "data_options",
     )
     assert len({str([getattr(run.config, name) for name in shared]) for run in runs}) == 1
-    assert {run.config.target_experts for run in runs if "mre" not in run.label} == {None}
-    assert {run.config.lr for run in runs if "mre" in run.label} == {4e-3}
-    assert {run.config.lr for run in runs if run.config.model == "gpt-dense"} == {8e-3}
-    assert {run.config.lr for run in runs if run.label.startswith(("hash", "planned"))} == {2e-3}
-    assert {run.config.lr for run in runs if not run.label.startswith(("mre", "dense", "hash", "planned"))} == {1e-3}
+    assert {run.config.target_experts for run in runs} == {None}
+    assert {run.config.lr_routing for run in runs if "mre" not in run.label} == {None}
+    groups = {"mre": ("mre",), "dense-2": ("dense",), "planned-2": ("planned", "hash", "first-block")}
+    for label, rate in RATES["enwik8"].items():
+        others = tuple(prefix for source, group in groups.items() if source != label for prefix in group)
+        mine = [run for run in runs if run.label.startswith(groups.get(label, ""))]
+        mine = mine if label in groups else [run for run in runs if not run.label.startswith(others)]
+        assert {run.config.lr for run in mine} == {rate}, label
 
 
-def test_one_search_serves_both_texts():
+def test_all_searches_have_as_many_runs_and_serve_both_texts():
     runs = collect_runs(["text"], Planner(TEXT, {}), None)
     assert {(run.group, run.data) for run in runs} == {("search", "enwik8")}
-    assert {run.family for run in runs} == {"mre", "planned-2", "dense-2", "top-2"}
+    searched = Counter(run.family for run in runs)
+    assert searched == {"mre": 3, "top-2": 3, "planned-2": 3, "dense-2": 3}
+    best_at_the_edge = {lr: -2.5 - lr for lr in BYTES.grid}
+    found = Results(search_record(run, best_at_the_edge[run.config.lr]) for run in runs)
+    rates, grids = read_searches(found, TEXT)
+    assert rates == {"enwik8": dict.fromkeys(searched, BYTES.grid[0])}
+    assert set(grids.values()) == {BYTES.grid}  # nobody gets a fourth run
+
+
+def search_record(run, score):
+    return Record(**vars(run), validation={"bits_per_byte": -score})
+
+
+def test_runs_are_ordered_by_seed_so_that_a_stop_leaves_whole_seeds():
+    runs = collect_runs(["text"], Planner(TEXT, RATES), ("enwik8",))
+    labels = [one.label for one in text_variants()]
+    main = [run.seed for run in runs if run.label in labels]
+    assert main == sorted(main)
+    assert [run.label for run in runs][: len(main)] == labels * 5
 
 
 def test_all_routed_models_have_the_same_experts():
     sizes = set()
-    for variant in text_variants():
+    for variant in (*text_variants(), *more_text_variants()):
         if variant.model != "gpt-dense":
             model = build(variant.model, context=64, **BYTES.options | variant.options)
             sizes |= {sum(one.numel() for one in layer.experts.parameters()) for layer in model.routed_layers()}
@@ -68,8 +90,9 @@ def test_text_is_asked_for_by_itself():
 
 
 def test_a_quick_run_trains_evaluates_bits_and_writes_the_page(tmp_path, monkeypatch, capsys):
-    kept = [one for one in text_variants() if one.label in ("mre", "mre-elastic", "dense-2", "top-2", "relu")]
+    kept = [one for one in text_variants() if one.label in ("mre", "mre-range", "dense-2", "top-2", "matryoshka")]
     monkeypatch.setattr(plan.variants, "text_variants", lambda: tuple(kept))
+    monkeypatch.setattr(plan.variants, "more_text_variants", lambda: ())
     monkeypatch.setattr(plan, "BYTES", TINY)
     monkeypatch.setattr(command, "TEXT_QUICK", replace(plan.TEXT_QUICK, data={"shakespeare": TINY}))
     assert command.reproduce(quick=True, only="text", output=str(tmp_path), workers=1) == 0
@@ -85,9 +108,14 @@ def test_a_quick_run_trains_evaluates_bits_and_writes_the_page(tmp_path, monkeyp
         assert record.score == -record.validation["bits_per_byte"]
         assert record.history["validation_bits_per_byte"]
     assert 0 < summary["top-2"]["experts_mean"] <= 2
-    page = (folder / "tables.md").read_text()
-    (elastic,) = [one for one in records if one.label == "mre-elastic"]
-    assert f"| 2 | {elastic.budgets[min(8, len(elastic.budgets) - 1)]['bits_per_byte']:.3f} |" in page
+    (nested,) = [one for one in records if one.label == "matryoshka"]
+    assert [(row["setting"], row["experts"]) for row in nested.dial] == [(1, 4), (2, 8), (4, 16), (8, 32)]
+    assert nested.dial[1]["bits_per_byte"] == pytest.approx(nested.bits, rel=1e-4)  # as it was evaluated
+    (turned,) = [one for one in records if one.label == "mre-range"]
+    assert [row["setting"] for row in turned.dial] == [4, 1, 0.5, 0.2, 0.1, 0.05, 0.02]
+    assert turned.dial[3]["bits_per_byte"] == pytest.approx(turned.bits, rel=1e-4)
+    assert turned.dial[0]["experts"] < turned.dial[-1]["experts"]
+    assert not any(one.dial for one in records if one.label in ("top-2", "dense-2"))
     assert (folder / "figures" / "text.png").stat().st_size > 10_000
     before = [one for one in folder.rglob("record.json")]
     assert command.reproduce(quick=True, only="text", output=str(tmp_path), workers=1) == 0  # nothing is left to train
