@@ -29,7 +29,7 @@ from raytraced import load
 from raytraced.colours import INK
 from raytraced.tasks.registry import find_task
 
-SHOWN = ("mre", "mre-elastic")
+SHOWN = ("mre", "mre-range")
 LINES, WIDTH = 12, 64
 
 

@@ -395,7 +395,7 @@ def measure_dial(run: Run, folder: RunFolder, data_root: str | None) -> list[dic
     data = task.load_for(model, run.data, data_root)
     rows = []
     for setting in settings:
-        options = {"stop": setting} if option == "stop" else {}
+        options: dict[str, Any] = {"stop": setting} if option == "stop" else {}
         if not options:
             setattr(model.routed_layers()[0].router, option, setting)
         test, validation = (measure_means(model, task, data, split, **options) for split in ("test", "validation"))
