@@ -32,9 +32,13 @@ from docstring_parser import parse_from_object
 from PIL import Image
 
 import raytraced as rt
+from experiments.reproduce.command import find_plan
+from experiments.reproduce.plan import TEXT, every_run
 from experiments.reproduce.records import Record, Store, spread
-from experiments.reproduce.tables import ACCURACY, USE, gain_over_fixed
-from experiments.reproduce.text import format_bits
+from experiments.reproduce.tables import ACCURACY, USE, gain_over_fixed, search_table
+from experiments.reproduce.text import aims_table as path_aims
+from experiments.reproduce.text import dial_table, format_bits, read_seconds
+from experiments.reproduce.text import text_table as models_on_text
 from experiments.reproduce.variants import DATA_NAMES
 from raytraced import plugins
 from raytraced.cli.main import COMMANDS, find_command, main, read_command
@@ -496,6 +500,20 @@ def text_table() -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in rows]
 
 
+@cache
+def path_tables() -> dict[str, list[str]]:
+    """The tables of the comparison of paths on enwik8, from the records in results/text, as lines."""
+    folder = ROOT / "results/text"
+    results, seconds = Store(folder / "records").results(every_run(find_plan(TEXT, folder))), read_seconds(folder)
+    tables = {
+        "models": models_on_text(results, "enwik8", seconds),
+        "dials": dial_table(results, "enwik8"),
+        "aims": path_aims(results, "enwik8", seconds),
+        "searches": search_table(results, lambda score: f"{-score:.3f}", ""),
+    }
+    return {name: table.lines() for name, table in tables.items()}
+
+
 def difficulty_rows() -> list[str]:
     """The rows of the table in benchmarks/difficulty.md."""
     lines = (ROOT / "benchmarks/difficulty.md").read_text(encoding="utf-8").splitlines()
@@ -530,6 +548,10 @@ WRITTEN = {
     "<!-- aims: python tests/test_docs.py writes this table -->\n": aims_table,
     "<!-- exits: python tests/test_docs.py writes this table -->\n": exits_table,
     "<!-- text: python tests/test_docs.py writes this table -->\n": text_table,
+    "<!-- path models: python tests/test_docs.py writes this table -->\n": lambda: path_tables()["models"],
+    "<!-- path dials: python tests/test_docs.py writes this table -->\n": lambda: path_tables()["dials"],
+    "<!-- path aims: python tests/test_docs.py writes this table -->\n": lambda: path_tables()["aims"],
+    "<!-- path searches: python tests/test_docs.py writes this table -->\n": lambda: path_tables()["searches"],
     "<!-- targets: python tests/test_docs.py writes this table -->\n": target_table,
     "<!-- budgets: python tests/test_docs.py writes this table -->\n": budgets_table,
 }

@@ -76,7 +76,8 @@ def save_figures(
 def draw_part(part: str, results: Results, names: list[str], data_root: str | None) -> Iterator[tuple[str, Figure]]:
     """The figures of a part by file name, where there are runs for them."""
     if part == "text":
-        yield part, text_figure(results, names)
+        if names:  # else there are records of searches alone
+            yield part, text_figure(results, names)
         return
     wide = part == "union"
     known = {data: set(results.labels(data)) for data in (FULL.data if wide else names) if FULL.data[data].wide == wide}

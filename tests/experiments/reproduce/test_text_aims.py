@@ -1,13 +1,15 @@
 """Lines of baselines at equal MACs, and the verdicts on the aims, with made-up records."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from experiments.reproduce.command import find_plan
+from experiments.reproduce.figures import save_figures
 from experiments.reproduce.plan import TEXT, every_run
 from experiments.reproduce.records import Results, Store
-from experiments.reproduce.text import aims_table, dial_table, read_seconds, text_table, text_tables
+from experiments.reproduce.text import aims_table, dial_table, read_seconds, text_table, text_tables, write_text
 from experiments.reproduce.text_aims import BASELINES, HASH, TOP_K, Judge, Level, frontier, gap
 from experiments.reproduce.variants import text_variants
 from experiments.text_seconds import measure
@@ -116,6 +118,15 @@ def test_the_tables_show_means_errors_and_what_was_not_measured(make):
     )
     assert [row[1] for row in aims_table(results, "enwik8", {}).rows][:2] == ["holds", "holds"]
     assert not dial_table(Results([one for one in results.whole if one.label in HASH]), "enwik8").rows
+
+
+def test_searches_alone_give_their_table_and_no_figure(record, tmp_path):
+    one = record("enwik8", "mre-lr-0.003", 100, "search", family="mre")
+    results = Results([replace(one, validation={"bits_per_byte": 3.3})])
+    page = write_text(results, tmp_path, quick=False).read_text()
+    assert "| enwik8, mre | **3.300** |" in page
+    assert "Aims" not in page
+    assert not save_figures(["text"], results, results.data(), tmp_path, None)
 
 
 def test_a_step_and_a_byte_are_timed_for_every_model():
