@@ -5,7 +5,10 @@ from pathlib import Path
 from raytraced.errors import did_you_mean
 
 PRETRAINED = Path(__file__).parent.parent / "pretrained"
-MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")  # the file of a model, or the index of several files
+MODEL_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+)  # the file of a model, or the index of several files
 
 
 def find_weights(folder: Path) -> Path | None:
