@@ -132,7 +132,7 @@ def aims_table(results: Results, data: str, seconds: Seconds) -> Table:
     """The aims of benchmarks/aims-paths.md and what the runs say."""
     rows = [[one.aim, one.words, one.found] for one in Judge(results, data, seconds).all()]
     note = (
-        "Bits above a line at equal MACs, ± standard error; figures of aims that are not judged yet are those so far."
+        "Bits above a line at equal MACs, ± standard error; figures of aims that are not decided yet are those so far."
     )
     return Table(f"Aims: {DATA_NAMES[data]}", ["aim", "verdict", "found"], rows, note)
 

@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
     def words(self) -> str:
         """The verdict as text."""
         if self.holds is None:
-            return f"not judged yet, {self.num_runs} of {self.num_planned} runs"
+            return f"not decided yet, {self.num_runs} of {self.num_planned} runs"
         return "holds" if self.holds else "fails"
 
 

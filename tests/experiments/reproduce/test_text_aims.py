@@ -98,12 +98,12 @@ def test_time_is_compared_at_equal_bits(make):
 
 def test_an_aim_with_missing_runs_is_not_judged(make):
     two = verdicts(make(seeds=range(2)))
-    assert two["4"].words == "not judged yet, 6 of 15 runs"
+    assert two["4"].words == "not decided yet, 6 of 15 runs"
     assert two["4"].found.startswith("mre ")  # figures so far
     without = verdicts(make(skipped=("hash-2",)))
-    assert (without["4"].words, without["4"].found) == ("not judged yet, 10 of 15 runs", "–")
+    assert (without["4"].words, without["4"].found) == ("not decided yet, 10 of 15 runs", "–")
     assert without["5"].words == "holds"
-    assert verdicts(Results([]))["1"].words == "not judged yet, 0 of 55 runs"
+    assert verdicts(Results([]))["1"].words == "not decided yet, 0 of 55 runs"
 
 
 def test_the_tables_show_means_errors_and_what_was_not_measured(make):
