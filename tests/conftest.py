@@ -11,6 +11,7 @@ import torch
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.load_profile("project")
 torch.set_num_threads(1)
+gc.disable()  # until all tests are imported
 
 SLOW_SECONDS = 1800  # for a test that is marked slow or data; for the others `timeout` in pyproject.toml
 GRACE_SECONDS = 60  # after which a test that its time limit cannot interrupt ends the process
@@ -58,9 +59,9 @@ def pytest_runtest_teardown(item):
 
 
 def pytest_collection_finish():
-    """What was imported stays: no collection of garbage need look through it again."""
-    gc.collect()
+    """What was imported stays: no collection of garbage need look through it, then or later."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

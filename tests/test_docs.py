@@ -151,7 +151,6 @@ def things(tmp_path_factory) -> Path:
         if file := re.match(PLUGIN_FILE, block.text):
             (folder / file[1]).write_text(block.text)
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()), plugins_as_before():
-        # large batches: a page resumes this run for 60 epochs
         assert main(["train", "--epochs", "1", "--batch-size", "512", "--quiet", "--name", "RUN"]) == 0
         assert main(["train", *TEXT_RUN, "--epochs", "1", "--quiet", "--name", "plays"]) == 0
         assert main(["store", "plays", "plays.safetensors"]) == 0
@@ -263,7 +262,7 @@ def check_pre_commit(words: list[str]) -> None:
 
 
 def run_or_read(words: list[str], only_read: bool = False) -> None:
-    """Run a `raytraced` command, training for one epoch only; or parse its arguments."""
+    """Run a `raytraced` command, training and writing little; or parse its arguments."""
     if not words or words[0].startswith("-") or {"--help", "--print-config"} & {*words}:
         assert code_of(words) == 0
         return
@@ -274,12 +273,14 @@ def run_or_read(words: list[str], only_read: bool = False) -> None:
     _, read = read_command(words)
     if only_read or not takes_seconds(name, read):
         return
-    short = ["--epochs", "1", "--quiet"] if name == "train" else []
-    if short and read["config"].model.startswith("gpt"):
-        short += ["--data-options.steps", "5"]
+    short = SHORT.get(name, []) if name != "resume" or "--epochs" in words else []
+    if name == "train" and read["config"].model.startswith("gpt"):
+        short = [*short, "--data-options.steps", "5"]
     assert code_of([*words, *short]) == 0
 
 
+# The last value of an option counts: what a page trains or writes for longer takes seconds here.
+SHORT = {"train": ["--epochs", "1", "--quiet"], "resume": ["--epochs", "3"], "generate": ["--length", "20"]}
 PROGRAMS = {
     "raytraced": run_or_read,
     "make": check_make,

@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+import forked
 import raytraced
 from raytraced.cli.main import main
 
@@ -74,15 +73,7 @@ def test_redirected_table_keeps_whole_names(finished, images, tmp_path):
     name = f"{'a-long-name-' * 12}.png"
     Image.fromarray(images[0]).save(tmp_path / name)
     words = ["predict", str(finished.path), str(tmp_path / name)]
-    environment = {**os.environ, "COLUMNS": "80"}
-    done = subprocess.run(
-        [sys.executable, "-m", "raytraced", *words],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=True,
-        timeout=100,
-    )
+    done = forked.run(forked.command, *words, env={**os.environ, "COLUMNS": "80"}, timeout=100)
     assert str(tmp_path / name) in done.stdout
 
 

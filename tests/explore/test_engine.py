@@ -52,7 +52,7 @@ def random_model(shape, options):
     return model
 
 
-@pytest.mark.parametrize("stop", ["drawn", "dominant", 0.2])
+@pytest.mark.parametrize("stop", ["drawn", *(pytest.param(stop, marks=pytest.mark.slow) for stop in ("dominant", 0.2))])
 def test_sampled_sequences_are_distributed_as_in_pytorch(stop, tmp_path):
     torch.manual_seed(0)
     model, num = random_model((1, 6, 5), {"stop": stop, "input_rank": 2}), 4000

@@ -29,7 +29,19 @@ DIABETES = tuple(part[:200] for part in load_diabetes(return_X_y=True))
 
 
 # two thirds of the epochs of the defaults, which pass too: a check fits many times; most do not ask how well
-@parametrize_with_checks([MREClassifier(epochs=20), MRERegressor(epochs=20)])
+CHECKS = parametrize_with_checks([MREClassifier(epochs=20), MRERegressor(epochs=20)])
+
+
+def repeats_training(check):
+    """Whether it is the check that trains for longest, with memory that is only read: another one asks for that alone."""
+    return "readonly_memmap" in check.keywords
+
+
+@pytest.mark.parametrize(
+    CHECKS.args[0],
+    [pytest.param(*case, marks=pytest.mark.slow if repeats_training(case[1]) else ()) for case in CHECKS.args[1]],
+    **CHECKS.kwargs,
+)
 def test_scikit_learns_own_checks(estimator, check):
     asks_for_answers = any(word in check.func.__name__ for word in ("classifiers", "regressors", "equivalence"))
     check(estimator if asks_for_answers else clone(estimator).set_params(epochs=3))

@@ -179,6 +179,7 @@ print(type(model).__name__, model.model.card.model)
 """
 
 
+@pytest.mark.slow  # a process that imports transformers, which the tests above do in this one
 def test_a_program_that_never_imports_raytraced_reads_the_folder_if_it_trusts_its_code(tmp_path):
     """As lm-evaluation-harness does with `trust_remote_code=True`."""
     rt.save_pretrained(language_model(), tmp_path / "one")

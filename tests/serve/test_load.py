@@ -9,9 +9,7 @@ import httpx
 import hypothesis
 import numpy as np
 import pytest
-import schemathesis
 from hypothesis import strategies as st
-from schemathesis import GenerationMode
 
 from experiments.server.process import ServerProcess
 from raytraced.cli.main import main
@@ -59,6 +57,9 @@ NUMS = {  # ten thousand in all
 
 @pytest.mark.parametrize("path", NUMS)
 def test_ten_thousand_requests_on_the_documented_schema_give_no_5xx(path, brief):
+    import schemathesis  # takes seconds
+    from schemathesis import GenerationMode
+
     counts: dict[int, int] = {}
     schema = schemathesis.openapi.from_dict(httpx.get(f"{brief}/openapi.json").json())
     for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):

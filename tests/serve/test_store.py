@@ -10,11 +10,13 @@ import raytraced
 from experiments.server.process import ServerProcess
 from raytraced import kernels
 from raytraced.serve.answering import Query
+from raytraced.serve.app import Server
 from raytraced.serve.generation import Sampling
 from raytraced.serve.metrics import Metrics
 from raytraced.serve.models import serve_model
 from raytraced.serve.text_batch import TextBatch
 from raytraced.store.layout import open_store
+from serve.conftest import running
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the compiled kernels are not built")
 
@@ -66,12 +68,12 @@ def test_a_server_with_a_limit_of_memory_answers_as_one_without(folder):
     memory = 6 * open_store(folder / "store.safetensors").run_bytes
     body = json.dumps({"prompt": ["Once", "upon"], "max_tokens": 20, "temperature": 0}).encode()
 
-    def ask(*words):
-        with ServerProcess(*words) as server:
-            headers = {"Content-Type": "application/json"}
-            request = urllib.request.Request(f"{server.address}/v1/completions", body, headers)
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return [choice["text"] for choice in json.load(response)["choices"]]
+    def ask(address):
+        request = urllib.request.Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return [choice["text"] for choice in json.load(response)["choices"]]
 
-    stored = ask(str(folder / "store.safetensors"), "--memory", str(memory))
-    assert stored == ask(str(folder / "plain.safetensors"))
+    with ServerProcess(str(folder / "store.safetensors"), "--memory", str(memory)) as server:
+        stored = ask(server.address)
+    for address in running(Server([serve_model(str(folder / "plain.safetensors"))])):
+        assert stored == ask(address)
