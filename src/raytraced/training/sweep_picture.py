@@ -34,12 +34,15 @@ def draw_sweep(rows: Sequence[Mapping[str, Any]], ranges: Sequence[Range], figur
         panels = picture.subplots(1, 1 + len(ranges), sharey=True)
         figures = [row[figure] for row in known]
         colours = [ORANGE, *[BLUE] * len(known)][: len(known)]
+        insides = [
+            colour if row["state"] == "complete" else "white" for colour, row in zip(colours, known, strict=True)
+        ]
         for axes, one in zip(panels, [Range("trial"), *ranges], strict=True):
             values = [row[one.name] for row in known]
             if one.choices is not None:
                 axes.set_xticks(range(len(one.choices)), [printable(choice) for choice in one.choices])
                 values = [one.choices.index(value) for value in values]
-            axes.scatter(values, figures, s=18, color=colours)
+            axes.scatter(values, figures, s=18, edgecolors=colours, facecolors=insides, zorder=2)
             axes.set_title(printable(one.name), loc="left", fontsize=10)
             axes.grid(alpha=0.25)
             if one.log:
@@ -47,7 +50,7 @@ def draw_sweep(rows: Sequence[Mapping[str, Any]], ranges: Sequence[Range], figur
                 axes.xaxis.set_major_formatter("{x:g}")
                 axes.xaxis.set_minor_formatter(NullFormatter())
         panels[0].set_ylabel(f"validation {figure}")
-        picture.supxlabel(
-            f"orange: the best trial; {len(rows) - len(known)} trials without a figure", fontsize=8, color=GREY
-        )
+        missing = len(rows) - len(known)
+        legend = "orange: the best trial; empty: ended early" + (f"; {missing} without a figure" if missing else "")
+        picture.supxlabel(legend, fontsize=8, color=GREY)
         picture.savefig(path, dpi=130)
