@@ -37,7 +37,7 @@ from experiments.reproduce.plan import TEXT, every_run
 from experiments.reproduce.records import Record, Store, spread
 from experiments.reproduce.tables import ACCURACY, USE, gain_over_fixed, search_table
 from experiments.reproduce.text import aims_table as path_aims
-from experiments.reproduce.text import dial_table, format_bits, read_seconds
+from experiments.reproduce.text import dial_table, format_bits, read_seconds, seconds_table
 from experiments.reproduce.text import text_table as models_on_text
 from experiments.reproduce.variants import DATA_NAMES
 from raytraced import plugins
@@ -510,6 +510,7 @@ def path_tables() -> dict[str, list[str]]:
         "models": models_on_text(results, "enwik8", seconds),
         "dials": dial_table(results, "enwik8"),
         "aims": path_aims(results, "enwik8", seconds),
+        "seconds": seconds_table(seconds),
         "searches": search_table(results, lambda score: f"{-score:.3f}", ""),
     }
     return {name: table.lines() for name, table in tables.items()}
@@ -552,6 +553,7 @@ WRITTEN = {
     "<!-- path models: python tests/test_docs.py writes this table -->\n": lambda: path_tables()["models"],
     "<!-- path dials: python tests/test_docs.py writes this table -->\n": lambda: path_tables()["dials"],
     "<!-- path aims: python tests/test_docs.py writes this table -->\n": lambda: path_tables()["aims"],
+    "<!-- path seconds: python tests/test_docs.py writes this table -->\n": lambda: path_tables()["seconds"],
     "<!-- path searches: python tests/test_docs.py writes this table -->\n": lambda: path_tables()["searches"],
     "<!-- targets: python tests/test_docs.py writes this table -->\n": target_table,
     "<!-- budgets: python tests/test_docs.py writes this table -->\n": budgets_table,

@@ -9,7 +9,15 @@ from experiments.reproduce.command import find_plan
 from experiments.reproduce.figures import save_figures
 from experiments.reproduce.plan import TEXT, every_run
 from experiments.reproduce.records import Results, Store
-from experiments.reproduce.text import aims_table, dial_table, read_seconds, text_table, text_tables, write_text
+from experiments.reproduce.text import (
+    aims_table,
+    dial_table,
+    read_seconds,
+    seconds_table,
+    text_table,
+    text_tables,
+    write_text,
+)
 from experiments.reproduce.text_aims import BASELINES, HASH, TOP_K, Judge, Level, frontier, gap
 from experiments.reproduce.variants import text_variants
 from experiments.text_seconds import measure
@@ -111,6 +119,7 @@ def test_the_tables_show_means_errors_and_what_was_not_measured(make):
     rows = {row[0]: row for row in text_table(results, "enwik8", SECONDS).rows}
     assert rows["`top-2`"] == ["`top-2`", "2.500 ± 0.000", "2.00", "0", "0.0", "0.0", "200.0", "4.0", "5"]
     assert rows["`mre`"][-3:-1] == ["–", "–"]
+    assert seconds_table(SECONDS).rows[1:] == [["`top-2`", "200.0", "4.0"], ["`top-4`", "400.0", "8.0"]]
     (first, *_) = dial_table(results, "enwik8").rows
     assert (
         first == ["`mre-range`", "`stop` 4", "1.00", "0", "2.600 ± 0.000", "-0.000 ± 0.000"]
