@@ -161,6 +161,7 @@ class Planner:
     scale: Scale
     rates: LearningRates
     grids: Grids = field(default_factory=dict)  # searches that went beyond the planned grid
+    searches: dict[tuple[str, str], list[Run]] = field(default_factory=dict, repr=False, compare=False)  # made so far
 
     def runs(
         self, group: Group, models: Iterable[Variant], names: Iterable[str], seeds: Iterable[int], epochs: int = 0
@@ -180,6 +181,12 @@ class Planner:
         return planned
 
     def search(self, variant: Variant, data: str) -> list[Run]:
+        """One run for each learning rate of the grid; many parts of a plan ask for the same."""
+        if (data, variant.label) not in self.searches:
+            self.searches[data, variant.label] = self.make_search(variant, data)
+        return self.searches[data, variant.label]
+
+    def make_search(self, variant: Variant, data: str) -> list[Run]:
         """One run for each learning rate of the grid."""
         plan = self.scale.data[data]
         tried = [

@@ -48,7 +48,7 @@ def chromium():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--disable-gpu"])
         yield browser
         browser.close()
 

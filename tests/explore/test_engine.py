@@ -29,8 +29,17 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize("shape", [(1, 6, 5), (3, 9, 12)], ids=["grey", "colour"])
-@pytest.mark.parametrize("options", LAYERS, ids=str)
+SHAPES = {"grey": (1, 6, 5), "colour": (3, 9, 12)}
+
+
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [  # quick: every kind of layer with one of the shapes, in turns
+        pytest.param(options, shape, id=f"{options}-{name}", marks=pytest.mark.slow if (row + column) % 2 else ())
+        for row, options in enumerate(LAYERS)
+        for column, (name, shape) in enumerate(SHAPES.items())
+    ],
+)
 def test_every_kind_of_layer_runs_as_in_pytorch(options, shape, tmp_path):
     model = random_model(shape, options)
     images = torch.randint(0, 256, (40, *shape), dtype=torch.uint8)

@@ -81,8 +81,16 @@ def test_every_workload_of_the_table_has_its_function():
     assert set(MEASUREMENTS) == set(WORKLOADS)
 
 
+SLOW = ("step", "epoch")  # many models
+
+
 @pytest.mark.parametrize(
-    "name", [name for name in WORKLOADS if name not in ("gpu", "memory", "peers", "sequence", "tokens")]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+        for name in WORKLOADS
+        if name not in ("gpu", "memory", "peers", "sequence", "tokens")
+    ],
 )
 def test_a_workload_gives_ratios_of_named_contenders(name, bench, small):
     outcome = MEASUREMENTS[name](bench)
