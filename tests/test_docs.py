@@ -695,6 +695,29 @@ def test_a_message_of_the_troubleshooting_page_is_one_of_the_code(message):
     assert not missing
 
 
+def command_messages() -> list[str]:
+    """What the commands say of a user's mistake, with a null character for each value."""
+    found = []
+    for path in sorted((ROOT / "src/raytraced/cli").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                found.append(text_of(node.exc.args[0]))
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "require":
+                found.append(f"{text_of(node.args[1])}=\0: {text_of(node.args[3])}")
+    return sorted({text for text in found if len(text.replace("\0", "").strip(" :;=")) > 2})
+
+
+def text_of(node: ast.expr) -> str:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "\0"
+
+
+@pytest.mark.parametrize("text", command_messages())
+def test_a_mistake_of_a_command_is_on_the_troubleshooting_page(text):
+    assert any(all(part in text for part in message_parts(message)) for message in MESSAGES if message_parts(message))
+
+
 def test_old_words_are_gone_from_the_pages():
     old = re.compile(
         r"\b(looks|looked|look_loss|until_sure|sight|sight_rank|judge|judged|told|sure|rivals?|nobody|everyone)\b"

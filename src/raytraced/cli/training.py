@@ -141,8 +141,7 @@ def evaluate(
     """
     if save_routes is not None:
         is_file = save_routes.endswith(".safetensors") and Path(save_routes).parent.is_dir()
-        rule = "must end in .safetensors, in an existing folder"
-        require(is_file, "save_routes", save_routes, rule)
+        require(is_file, "save_routes", save_routes, "must end in .safetensors, in an existing folder")
     require(batch_size >= 1, "batch_size", batch_size, "must be at least 1")
     check_seed(seed)
     has_effect = exit_every is None or confidence is not None
