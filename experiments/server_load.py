@@ -2,6 +2,7 @@
 
     python -m experiments.server_load                # trains two models, writes benchmarks/server-load.*; some minutes
     python -m experiments.server_load --busy         # the same while another process keeps one core busy
+    python -m experiments.server_load --redraw       # table and figure again, from the numbers of the last run
 
 Both models have a grid of 4 x 4 experts of width 8,192 and are trained briefly on the digits, `mre` with a table of budgets
 (`raytraced calibrate`). Requests with `max_ms=50` arrive at random moments at a given mean rate, whether or not those before
@@ -37,7 +38,7 @@ LOWEST = 0.5  # of the efforts that requests allow
 GRID = {"dim": 64, "hidden": 8192, "num_hidden": 1, "num_layers": 4, "num_experts": 4}
 LOADS = (20, 40, 80, 160, 320)  # requests per second
 CURVES = {"mre": ("mre", False), "mre, --adaptive": ("mre", True), "top-k": ("top-k", False)}
-COLOURS = {"mre": "tab:blue", "mre, --adaptive": "tab:orange", "top-k": "tab:gray"}
+STYLES = {"mre": ("tab:blue", "o-"), "mre, --adaptive": ("tab:orange", "s-"), "top-k": ("dimgray", "^--")}
 
 
 def train_models(folder: Path) -> None:
@@ -146,24 +147,79 @@ def measure(folder: Path, seconds: float) -> dict[str, list[dict[str, float]]]:
 
 def draw(results: dict[str, list[dict[str, float]]], path: Path) -> None:
     """Offered load against p99 latency, accuracy, and right answers per second."""
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
     axes = figure.subplots(1, 3)
     panels = {"p99": "99th percentile of latency (ms)", "accuracy": "accuracy of answers (%)"}
     panels |= {"right": "right answers per second"}
     for axis, (name, title) in zip(axes, panels.items(), strict=True):
         for curve, rows in results.items():
             factor = 100 if name == "accuracy" else 1
+            colour, style = STYLES[curve]
             values = [factor * row[name] for row in rows]
-            axis.plot([row["offered"] for row in rows], values, "o-", color=COLOURS[curve], label=curve, markersize=4)
+            axis.plot([row["offered"] for row in rows], values, style, color=colour, label=curve, markersize=5)
+        axis.set_xscale("log")
+        axis.set_xticks(LOADS, [str(load) for load in LOADS])
+        axis.minorticks_off()
         axis.set(xlabel="offered load (requests per second)", title=title)
+        axis.set_ylim(0, 1.1 * max(factor_of(name) * row[name] for rows in results.values() for row in rows))
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].axhline(MAX_MS, color="black", linewidth=0.8, linestyle=":")
-    axes[0].annotate(f"max_ms={MAX_MS}", (LOADS[0], MAX_MS), xytext=(0, 3), textcoords="offset points", fontsize=8)
-    axes[0].set_ylim(bottom=0)
-    axes[2].plot([0, LOADS[-1]], [0, LOADS[-1]], color="black", linewidth=0.8, linestyle=":")
-    axes[2].set_ylim(0, 1.1 * max(row["right"] for rows in results.values() for row in rows))
-    axes[1].legend(frameon=False)
+    axes[0].annotate(f"max_ms={MAX_MS}", (1, MAX_MS), xycoords=("axes fraction", "data"), xytext=(0, 3),
+                     textcoords="offset points", fontsize=8, ha="right")  # fmt: skip
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(results), frameon=False)
     figure.savefig(path, dpi=130)
+
+
+def factor_of(name: str) -> float:
+    """Shares are drawn in percent."""
+    return 100 if name in ("accuracy", "in_time") else 1
+
+
+def judge(results: dict[str, list[dict[str, float]]], busy: bool) -> list[str]:
+    """Each aim of aims-server-load.md that such a run decides, and whether it is met."""
+    usual, adaptive, baseline = (results[curve] for curve in CURVES)
+    shares = [(curve, row["offered"], row["in_time"]) for curve in ("mre", "mre, --adaptive") for row in results[curve]]
+    missed = [f"{curve} at {load:.0f}: {100 * share:.1f} %" for curve, load, share in shares if share < 0.99]
+    number = "2" if busy else "1"
+    lines = [f"{number}. 99 of 100 within {MAX_MS} ms: " + (f"missed ({'; '.join(missed)})." if missed else "met.")]
+    if busy:
+        return lines
+    answered, right = (
+        (usual[-1]["answered"], adaptive[-1]["answered"]),
+        [rows[-1]["right"] for rows in results.values()],
+    )
+    met = {True: "met", False: "missed"}
+    more = met[answered[1] > answered[0]]
+    lines.append(f"3. More answers with `--adaptive`: {more} ({answered[1]:.0f} against {answered[0]:.0f} per second).")
+    best = met[right[1] > max(right[0], baseline[-1]["right"])]
+    lines.append(
+        f"4. More right answers: {best} ({right[1]:.0f} per second; without {right[0]:.0f}, top-k {right[2]:.0f})."
+    )
+    return lines
+
+
+def write_report(results: dict[str, list[dict[str, float]]], busy: bool) -> None:
+    """The table, the verdicts and the figure."""
+    name = "server-load-busy" if busy else "server-load"
+    columns = {"offered": ("offered per s", "{:.0f}"), "answered": ("answered", "{:.0f}")}
+    columns |= {"refused": ("refused", "{:.0f}"), "p50": ("p50 ms", "{:.1f}"), "p99": ("p99 ms", "{:.1f}")}
+    columns |= {"in_time": ("in time %", "{:.2f}"), "accuracy": ("accuracy %", "{:.1f}")}
+    columns |= {"right": ("right per s", "{:.0f}"), "effort": ("effort", "{:.2f}")}
+    header = ["curve", *(title for title, _ in columns.values())]
+    rows = [
+        [curve, *(form.format(factor_of(column) * row[column]) for column, (_, form) in columns.items())]
+        for curve, found in results.items()
+        for row in found
+    ]
+    note = " ".join((__doc__ or "").partition("Both models")[1:])
+    title = "The server under load" + (", one core kept busy" if busy else "")
+    table = Table(title, header, rows, note.strip())
+    words = "python -m experiments.server_load" + (" --busy" if busy else "")
+    lines = [table.markdown().replace("###", "#", 1), f"![load]({name}.png)", ""]
+    lines += ["The [aims](aims-server-load.md), written before the runs:", "", *judge(results, busy), ""]
+    lines += [f"Written by `{words}`.", ""]
+    (BENCHMARKS / f"{name}.md").write_text("\n".join(lines), encoding="utf-8")
+    draw(results, BENCHMARKS / f"{name}.png")
 
 
 def main() -> None:
@@ -171,30 +227,17 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true", help="keep one core busy meanwhile")
     parser.add_argument("--models", type=Path, help="folder of the trained models (default: a temporary one)")
     parser.add_argument("--seconds", type=float, default=10.0, help="per load")
+    parser.add_argument("--redraw", action="store_true", help="measure nothing")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.models or Path(temporary)
-        train_models(folder)
-        with busy_core(options.busy):
-            results = measure(folder, options.seconds)
-    name = "server-load-busy" if options.busy else "server-load"
-    columns = {"offered": ("offered per s", "{:.0f}", 1), "answered": ("answered", "{:.0f}", 1)}
-    columns |= {"refused": ("refused", "{:.0f}", 1), "p50": ("p50 ms", "{:.1f}", 1), "p99": ("p99 ms", "{:.1f}", 1)}
-    columns |= {"in_time": ("in time %", "{:.2f}", 100), "accuracy": ("accuracy %", "{:.1f}", 100)}
-    columns |= {"right": ("right per s", "{:.0f}", 1), "effort": ("effort", "{:.2f}", 1)}
-    header = ["curve", *(title for title, _, _ in columns.values())]
-    rows = [
-        [curve, *(form.format(factor * row[name]) for name, (_, form, factor) in columns.items())]
-        for curve, found in results.items()
-        for row in found
-    ]
-    note = " ".join((__doc__ or "").partition("Both models")[1:])
-    title = "The server under load" + (", one core kept busy" if options.busy else "")
-    table = Table(title, header, rows, note.strip())
-    words = "python -m experiments.server_load" + (" --busy" if options.busy else "")
-    lines = [table.markdown().replace("###", "#", 1), f"![load]({name}.png)", "", f"Written by `{words}`.", ""]
-    (BENCHMARKS / f"{name}.md").write_text("\n".join(lines), encoding="utf-8")
-    draw(results, BENCHMARKS / f"{name}.png")
+    record = BENCHMARKS / ("server-load-busy.json" if options.busy else "server-load.json")
+    if not options.redraw:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = options.models or Path(temporary)
+            train_models(folder)
+            with busy_core(options.busy):
+                results = measure(folder, options.seconds)
+        record.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_report(json.loads(record.read_text(encoding="utf-8")), options.busy)
 
 
 if __name__ == "__main__":

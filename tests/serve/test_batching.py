@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from raytraced.serve import batching
-from raytraced.serve.admission import Admission, ServiceTimes
+from raytraced.serve.admission import NUM_RECENT, Admission, Percentile, ServiceTimes
 from raytraced.serve.answering import Query
+from raytraced.serve.app import Server
 from raytraced.serve.batching import Worker
 from raytraced.serve.budgets import Budget
 from raytraced.serve.clock import TimedLoop
@@ -97,6 +98,46 @@ def test_99_of_100_admitted_requests_are_answered_in_time_whatever_the_noise(noi
         late.append(seconds > 0.1)
     assert sum(late[1000:]) < 0.01 * len(late[1000:])
     assert num_refused < 0.9 * 20_000
+
+
+def test_a_margin_follows_the_newest_values_and_refusals_forget_the_oldest():
+    margin = Percentile(0.995)
+    assert margin.value == 0.0
+    for value in [0.3] + [0.001] * 100:
+        margin.add(value)
+    assert margin.value == 0.3  # the largest of so few
+    for _ in range(10):
+        margin.count_refusal()
+    assert margin.value == 0.001  # ten refusals: the first, slow answer does not count any more
+    for value in [0.02] * 3 + [0.001] * (NUM_RECENT - 3):
+        margin.add(value)
+    assert margin.value == 0.02  # the third largest of 500
+    margin.add(0.001)
+    assert margin.value == 0.001
+    assert len(margin.newest) == len(margin.ordered) == NUM_RECENT
+
+
+def test_a_request_that_waited_unread_is_refused_though_none_is_in_progress():
+    admission = Admission()
+    admission.check(0.05, num_others=0, elapsed=0.06)  # idle: an image took long to decode
+    with pytest.raises(RefusedError, match="max_ms=50: 0 requests are in progress, an answer takes up to 60 ms"):
+        admission.check(0.05, num_others=0, elapsed=0.06, waited=0.04)
+
+
+def test_a_request_that_would_be_late_is_refused_before_its_fields_are_checked(models, monkeypatch):
+    server = Server(models[:1], Limits(decoders=0))
+    engine, scope = server.engine, {"path": "/api/predict", "arrived": perf_counter(), "waited": 0.0}
+    engine.traffic.in_progress = 1
+    checked = []
+    monkeypatch.setattr(engine.worker, "seconds_before", lambda due: checked.append(due - scope["arrived"]) or 0.2)
+    with pytest.raises(RefusedError, match="max_ms=100: 1 requests are in progress, an answer takes up to 20"):
+        engine.check_body(scope, b'{"max_ms": 100, "image": "no image"}')
+    assert checked == [pytest.approx(0.1)]
+    engine.check_body(scope, b'{"max_ms": 1000, "image": []}')
+    assert scope["json"] == {"max_ms": 1000, "image": []}  # parsed once
+    for body in (b'{"image": []}', b'{"max_ms": 100', b'["max_ms"]', b'{"max_ms": "1"}', b'{"max_ms": true}',
+                 b'{"max_ms": -1}', b'{"max_ms": NaN}', b'{"max_ms": null}', b'["max_ms", ' + b"[" * 50_000):  # fmt: skip
+        engine.check_body(scope, body)  # whoever checks the fields refuses these
 
 
 def test_a_deadline_counts_from_when_the_loop_last_looked():

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from time import perf_counter
 
 import httpx
 import openai
@@ -11,7 +12,11 @@ import tritonclient.http
 
 import raytraced
 from raytraced.models.dial import effort_at, find_stop
+from raytraced.serve.answering import Query
 from raytraced.serve.app import Server
+from raytraced.serve.batching import Worker
+from raytraced.serve.budgets import read_budget
+from raytraced.serve.metrics import Metrics
 from raytraced.serve.models import serve_model
 from serve.conftest import in_base64, png, running, some_images
 
@@ -162,3 +167,24 @@ def test_the_effort_of_a_stop_is_the_inverse_of_the_table():
         assert effort_at({"rows": ROWS}, find_stop("m", {"rows": ROWS}, None, effort)) == pytest.approx(effort)
     assert effort_at({"rows": ROWS}, 7.0) == 0.5
     assert effort_at({"rows": ROWS}, 0.001) == 1.0
+
+
+def test_what_an_answer_at_the_end_takes_is_measured_before_the_first_request(served):
+    server = Server([served["digits"], served["text"], served["mre-mnist"]])
+    for address in running(server):
+        assert httpx.get(f"{address}/readyz", timeout=30).status_code == 200
+        measured = server.engine.worker.times.seconds
+        assert [key for key, seconds in measured.items() if seconds > 0] == [("digits", False)]
+
+
+def test_an_expected_time_that_is_too_long_is_doubted(served):
+    """Otherwise no answer would be computed at the end again, and the time never be measured again."""
+    worker, is_direct = Worker(Metrics()), list[bool]()
+    worker.times.seconds["digits", False] = 60.0
+    for _ in range(500):
+        budget = read_budget(served["digits"], None, 1.0)
+        query = Query(served["digits"], IMAGE[:1], lambda _: None, budget=budget, deadline=perf_counter() + 60)
+        worker.submit([query])
+        is_direct.append(query.direct)
+    assert not is_direct[0]
+    assert is_direct[-1]

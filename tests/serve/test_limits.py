@@ -9,6 +9,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from http.client import HTTPConnection
 from itertools import count
 from types import SimpleNamespace
 
@@ -319,6 +320,45 @@ def test_a_client_that_reads_slowly_is_not_disconnected():
     assert asyncio.run(lateness([9, 9, 9, 9])) == [False, False, True, True]
     assert asyncio.run(lateness([9, 9, 8, 8, 7, 7])) == [False] * 6
     assert asyncio.run(lateness([0] * 5)) == [False] * 5
+
+
+def test_a_deadline_counts_from_when_the_connection_came(start):
+    """While the loop computes, a new connection waits as a request of an old one does."""
+    server, address = start()
+    arrived, app = [], server.app.app
+
+    async def record(scope, receive, send):
+        arrived.append(scope["arrived"])
+        await app(scope, receive, send)
+
+    server.app.app = record
+    with connect(address):
+        wait_until(lambda: server.connections.open)
+        loop = next(iter(server.connections.open)).loop
+        loop.call_soon_threadsafe(time.sleep, 0.3)  # a computation
+        time.sleep(0.1)
+        sent = time.perf_counter()
+        with connect(address) as late:
+            late.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert received(late).startswith(b"HTTP/1.1 200 ")
+    assert arrived[-1] <= sent
+
+
+def test_a_refusal_for_want_of_time_leaves_the_connection_open(start):
+    """A new connection would cost a server that is short of time more than the refusal."""
+    server, address = start()
+    server.engine.admission.margin.add(9.0)
+    server.traffic.in_progress = 1
+    connection = HTTPConnection(address.removeprefix("http://"), timeout=30)
+    for _ in range(2):
+        body = json.dumps({"image": DIGIT.tolist(), "max_ms": 50})
+        connection.request("POST", "/api/predict", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert (response.status, response.getheader("Retry-After")) == (429, "1")
+        response.read()
+        assert connection.sock is not None
+    connection.close()
+    server.traffic.in_progress = 0
 
 
 def test_a_stream_whose_client_does_not_read_delays_no_other(models):

@@ -1,32 +1,50 @@
 """Which requests with a deadline are accepted: those whose answer can be expected in time, 99 of 100."""
 
-from collections import defaultdict
+from bisect import bisect_left, insort
+from collections import defaultdict, deque
+from math import ceil
 
 from raytraced.serve.answering import Query
 from raytraced.serve.limits import RefusedError
 
 SHARE = 0.05  # of the newest measurement in a running mean
 PERCENTILE = 0.995  # half of the misses that are allowed: what happens behind the server's door is not measured
-MISS = 0.002  # seconds by which a miss raises the margin
-AFTER_REFUSAL = 0.1  # a refused request, of which nothing is known, lowers the margin by so much of what a success does
+NUM_RECENT = 500  # values of which a percentile is taken
+REFUSALS = 10  # after so many the oldest value is removed: where hardly any request is accepted, few are measured
+DOUBT = 0.998  # of an expected time that is left after each query that it kept from the end
+IDLE = 0.001  # seconds that a request may have waited to be read by a server that counts as idle
 
 
 class Percentile:
-    """Follows a percentile of a series: a larger value raises the estimate by a step, a smaller one lowers it a little."""
+    """A percentile of the newest values of a series; 0 before the first, and never below."""
 
-    def __init__(self, share: float, step: float) -> None:
-        self.share, self.step, self.value = share, step, 0.0
+    def __init__(self, share: float) -> None:
+        self.share, self.num_refusals = share, 0
+        self.newest, self.ordered = deque[float](), list[float]()
+
+    @property
+    def value(self) -> float:
+        """The percentile; of fewer than 200 values the 99.5th is the largest."""
+        num = len(self.ordered)
+        return max(0.0, self.ordered[ceil(self.share * num) - 1]) if num else 0.0
 
     def add(self, value: float) -> None:
         """Take one value of the series."""
-        if value > self.value:
-            self.value += self.step * self.share
-        else:
-            self.relax(1.0)
+        self.newest.append(value)
+        insort(self.ordered, value)
+        if len(self.newest) > NUM_RECENT:
+            self.remove_oldest()
 
-    def relax(self, share: float) -> None:
-        """Lower the estimate by a part of what a smaller value does."""
-        self.value = max(0.0, self.value - share * self.step * (1 - self.share))
+    def count_refusal(self) -> None:
+        """Take note of a request of which nothing will be known."""
+        self.num_refusals += 1
+        if self.num_refusals % REFUSALS == 0:
+            self.remove_oldest()
+
+    def remove_oldest(self) -> None:
+        """Forget the oldest value."""
+        if self.newest:
+            self.ordered.pop(bisect_left(self.ordered, self.newest.popleft()))
 
 
 class ServiceTimes:
@@ -40,6 +58,13 @@ class ServiceTimes:
         """Take the seconds that one input took, at its effort."""
         key, newest = (query.served.name, query.at_exits), seconds / query.effort
         self.seconds[key] = running_mean(self.seconds[key], newest)
+
+    def doubt(self, name: str) -> None:
+        """Lower what an answer at the end takes where that kept a query from being answered so.
+
+        It was measured when the machine was slower, perhaps, and would not be measured again.
+        """
+        self.seconds[name, False] *= DOUBT
 
     def expect(self, query: Query, least: bool = False) -> float:
         """The seconds that an input will take at its effort, or at the least that its request allows; 0 if not measured."""
@@ -59,8 +84,8 @@ class Admission:
 
     def __init__(self) -> None:
         self.handling_seconds = 0.0  # per request in progress: to read it, and to send its answer
-        self.margin = Percentile(PERCENTILE, MISS)
-        self.reply = Percentile(PERCENTILE, MISS / 4)  # from an answer to the moment at which it is sent
+        self.margin = Percentile(PERCENTILE)
+        self.reply = Percentile(PERCENTILE)  # from an answer to the moment at which it is sent
         self.times = ServiceTimes()
 
     def expect(self, ahead: float, num_others: int) -> float:
@@ -72,7 +97,9 @@ class Admission:
         """
         return ahead + self.handling_seconds * (num_others + 1)
 
-    def check(self, max_seconds: float, num_others: int, elapsed: float = 0.0, ahead: float = 0.0) -> None:
+    def check(
+        self, max_seconds: float, num_others: int, elapsed: float = 0.0, ahead: float = 0.0, waited: float = 0.0
+    ) -> None:
         """Refuse a request whose deadline would probably be missed; an idle server refuses none.
 
         Args:
@@ -80,10 +107,11 @@ class Admission:
             num_others: Other requests in progress.
             elapsed: Seconds since the request arrived.
             ahead: Seconds of computation that come before the answer, its own included.
+            waited: Seconds that the request may have waited before it was read.
         """
         expected = elapsed + self.expect(ahead, num_others) + self.margin.value
-        if num_others and expected > max_seconds:
-            self.margin.relax(AFTER_REFUSAL)
+        if (num_others or waited > IDLE) and expected > max_seconds:
+            self.margin.count_refusal()
             rule = f"{num_others} requests are in progress, an answer takes up to {1000 * expected:.0f} ms"
             raise RefusedError(
                 429, "deadline", f"max_ms={1000 * max_seconds:g}: {rule}; try again later, or allow more"

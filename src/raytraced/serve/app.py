@@ -97,7 +97,7 @@ class Server:
         Completions(self.engine).add_paths(self.api)
         InferenceProtocol(self.engine).add_paths(self.api)
         paths = [getattr(route, "path", "") for route in self.api.routes]
-        self.app = Gate(self.api, self.traffic, self.limits, paths, hosts, api_key)
+        self.app = Gate(self.api, self.traffic, self.limits, paths, hosts, api_key, self.engine.check_body)
 
     def add_paths(self) -> None:
         """Connect paths with methods."""
@@ -140,6 +140,7 @@ class Server:
         """Start what runs beside requests, and end it after the last."""
         asyncio.get_running_loop().set_exception_handler(self.connections.report)
         self.engine.decoders.start()
+        self.engine.worker.warm_up(self.models)
         tasks = [asyncio.create_task(self.engine.worker.work()), asyncio.create_task(self.connections.watch())]
         try:
             yield

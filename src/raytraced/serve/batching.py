@@ -9,7 +9,7 @@ import heapq
 import itertools
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -21,9 +21,10 @@ from raytraced.serve.answering import Delivery, Query, answer_queries
 from raytraced.serve.generation import NotFiniteError
 from raytraced.serve.lowering import lower_efforts, lower_text
 from raytraced.serve.metrics import Metrics
+from raytraced.serve.models import Served
 from raytraced.serve.text_batch import TextBatch
 
-SENDING = 0.001  # seconds before a deadline at which an answer should leave
+SENDING = 0.003  # seconds before a deadline at which an answer should leave: the way to the client is not measured
 TURN = 0.01  # at most so many seconds of steps, then requests arrive and answers leave
 SLOWER = 1.5  # an answer is computed at once where it fits before its deadline, were it to take so many times as long
 PASSES = 5  # passes of the event loop that a request takes to get here, or an answer to leave
@@ -74,8 +75,25 @@ class Worker:
                 self.texts.setdefault(name, TextBatch(query.served, self.metrics)).add(query)
                 continue
             query.direct = query.may_be_direct and self.fits(query)
+            if query.may_be_direct and not query.direct:
+                self.times.doubt(query.served.name)
             self.push(query)
         self.submitted.set()
+
+    @torch.inference_mode()
+    def warm_up(self, models: Sequence[Served]) -> None:
+        """Measure what an answer at the end takes, for classifiers with a table of budgets.
+
+        Until that is known, answers within a deadline are computed exit by exit, which takes longer.
+        """
+        for served in models:
+            if served.codec is not None or not served.model.card.dial:
+                continue
+            pixels = torch.zeros(1, *served.image_shape, dtype=torch.uint8)
+            for _ in range(2):  # the first call prepares what all others use
+                began = perf_counter()
+                served.run(pixels, None)
+                self.times.seconds[served.name, False] = perf_counter() - began
 
     def push(self, query: Query) -> None:
         """Let a query wait with those that may share a call with it."""
@@ -89,12 +107,13 @@ class Worker:
         return 0 < SLOWER * query.effort * seconds * (num_before + 1) < query.deadline - perf_counter()
 
     def seconds_ahead(self, queries: list[Query]) -> float:
-        """The computation that comes before the answers to some queries that are due at the same time, their own included.
+        """The computation that comes before the answers to some queries that are due at the same time, their own included."""
+        own = sum(self.times.expect(query, self.adaptive) for query in queries)
+        return own + self.seconds_before(queries[0].due)
 
-        Where efforts may be lowered, it is that of the least efforts.
-        """
-        due, waiting = queries[0].due, self.waiting_queries()
-        ahead = [query for query in waiting if query.due <= due] + queries
+    def seconds_before(self, due: float) -> float:
+        """The computation of all that is due before a moment; where efforts may be lowered, that of the least efforts."""
+        ahead = [query for query in self.waiting_queries() if query.due <= due]
         ahead += [query for job in self.running if job.due <= due for query in job.queries]
         steps = [self.times.step_seconds[name] for name, batch in self.texts.items() if batch.texts]
         return sum(self.times.expect(query, self.adaptive) for query in ahead) + sum(steps)

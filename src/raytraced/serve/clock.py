@@ -6,9 +6,8 @@ the loop last looked: a deadline counts from then.
 
 import asyncio
 import selectors
+from collections import deque
 from time import perf_counter
-
-BLOCKED = 0.0002  # seconds; a call that took longer has waited, and what it returns has just come
 
 
 class TimedSelector(selectors.DefaultSelector):
@@ -17,18 +16,26 @@ class TimedSelector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self.returned = self.earliest = perf_counter()
+        self.waited = False
+        self.passes, self.last = 0, deque([self.earliest], maxlen=3)  # calls so far; `earliest` of the last three
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        called = perf_counter()
-        events = super().select(timeout)
+        events = super().select(0)  # what is there already may have come at any moment since the last call
+        self.waited = not events and (timeout is None or timeout > 0)
+        if self.waited:
+            events = super().select(timeout)
         now = perf_counter()
-        waited = (timeout is None or timeout > 0) and now - called > BLOCKED
-        self.earliest, self.returned = now if waited else self.returned, now
+        self.earliest, self.returned = now if self.waited else self.returned, now
+        self.passes += 1
+        self.last.append(self.earliest)
         return events
 
 
 class TimedLoop(asyncio.SelectorEventLoop):
-    """asyncio's event loop over a `TimedSelector`."""
+    """asyncio's event loop over a `TimedSelector`.
+
+    A new connection is accepted in one pass, gets its protocol in the second pass after that, and is read in the third.
+    """
 
     def __init__(self) -> None:
         self.clock = TimedSelector()

@@ -98,9 +98,15 @@ class LimitedProtocol(H11Protocol):
         self.registry, self.address = registry, ""
         self.waiting_since = self.progress_since = monotonic()
         self.unsent = 0
+        self.accepted, self.made = (
+            0.0,
+            0,
+        )  # since when the connection may have waited, and the loop's pass since which it is open
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if isinstance(self.loop, TimedLoop):
+            self.accepted, self.made = self.loop.clock.last[0], self.loop.clock.passes
         self.address = self.client[0] if self.client else ""
         self.registry.add(self)
 
@@ -112,7 +118,9 @@ class LimitedProtocol(H11Protocol):
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before and isinstance(self.loop, TimedLoop):
-            self.cycle.scope["received"] = self.loop.clock.earliest  # type: ignore[typeddict-unknown-key]
+            clock = self.loop.clock
+            came_along = clock.passes == self.made + 1 and not clock.waited  # with the connection itself
+            self.cycle.scope["received"] = self.accepted if came_along else clock.earliest  # type: ignore[typeddict-unknown-key]
 
     def on_response_complete(self) -> None:
         self.waiting_since = monotonic()

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
+from starlette.types import Scope
 from torch import Tensor
 
 from raytraced.errors import require
@@ -20,7 +21,7 @@ from raytraced.serve.decoding import Decoders
 from raytraced.serve.errors import INTERNAL
 from raytraced.serve.generation import NotFiniteError
 from raytraced.serve.limits import Limits, RefusedError
-from raytraced.serve.middleware import Traffic
+from raytraced.serve.middleware import UPLOADS, Traffic
 from raytraced.serve.models import Served
 from raytraced.serve.schemas import ClassifyOptions, RequestBody
 
@@ -56,6 +57,21 @@ class Engine:
         """Refuse a request whose deadline would be missed before anything is decoded for it."""
         if max_ms is not None:
             self.admission.check(max_ms / 1000, self.traffic.in_progress - 1, perf_counter() - arrived)
+
+    def check_body(self, scope: Scope, body: bytes) -> None:
+        """Refuse a request whose deadline would be missed before its fields are checked, which takes several times as long."""
+        if b'"max_ms"' not in body or len(body) > LARGE_BODY or scope["path"] in UPLOADS:
+            return
+        try:
+            fields = json.loads(body)
+        except (ValueError, RecursionError):  # refused by whoever checks the fields
+            return
+        scope["json"] = fields
+        max_ms = fields.get("max_ms") if isinstance(fields, dict) else None
+        if isinstance(max_ms, int | float) and max_ms is not True and 0 < max_ms < float("inf"):
+            due, elapsed = scope["arrived"] + max_ms / 1000, perf_counter() - scope["arrived"]
+            ahead = self.worker.seconds_before(due)
+            self.admission.check(max_ms / 1000, self.traffic.in_progress, elapsed, ahead, scope["waited"])
 
     async def answers(
         self,
@@ -121,7 +137,7 @@ class Engine:
 
         class ParsingRequest(Request):
             async def json(self) -> Any:
-                return await parse(await self.body())
+                return self.scope["json"] if "json" in self.scope else await parse(await self.body())
 
         class ParsingRoute(APIRoute):
             def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -8,7 +8,7 @@ from fastapi.exceptions import HTTPException
 CLOSE = {"Connection": "close"}  # the rest of an unread body would have to be received otherwise
 HEADERS = (
     dict.fromkeys((403, 408, 413), CLOSE)
-    | dict.fromkeys((429, 503), CLOSE | {"Retry-After": "1"})
+    | {429: {"Retry-After": "1"}, 503: CLOSE | {"Retry-After": "1"}}  # 429 follows the whole body
     | {401: CLOSE | {"WWW-Authenticate": "Bearer"}}
 )
 

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -112,6 +112,7 @@ class Gate:
         paths: The known paths; all others are counted as one.
         hosts: The names that the server may be called by.
         api_key: The key that requests must state; None for no key.
+        check_body: Refuses a request by its body, before the application reads it.
     """
 
     def __init__(
@@ -122,8 +123,10 @@ class Gate:
         paths: Collection[str] = (),
         hosts: Sequence[str] = LOOPBACK,
         api_key: bytes | None = None,
+        check_body: Callable[[Scope, bytes], None] = lambda scope, body: None,
     ) -> None:
         self.app, self.traffic, self.limits, self.paths, self.api_key = app, traffic, limits, set(paths), api_key
+        self.check_body = check_body
         self.arrivals = Arrivals(limits)
         self.checked = TrustedHosts(self.pass_on, list(hosts), www_redirect=False)
 
@@ -132,7 +135,7 @@ class Gate:
             await self.app(scope, receive, send)
             return
         arrived, status = scope.get("received", perf_counter()), 500
-        scope["arrived"] = arrived
+        scope["arrived"], scope["waited"] = arrived, perf_counter() - arrived
         await asyncio.sleep(0)  # requests that came at the same time are all stamped before one of them is read
 
         async def send_counted(message: Message) -> None:
@@ -165,6 +168,7 @@ class Gate:
         if self.traffic.in_progress >= self.limits.in_progress:
             message = f"{self.limits.in_progress} requests are in progress, more are not accepted; try again later"
             raise RefusedError(429, "in_progress", message)
+        self.check_body(scope, body)
         self.count(1)
         try:
             await self.app(scope, replay(body, receive), send)
