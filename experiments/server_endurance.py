@@ -1,14 +1,16 @@
 """Ten thousand malformed requests and fifty clients for a minute, with the server's memory before and after.
 
-    python -m experiments.server_endurance      # writes benchmarks/server.md; some four minutes, on an idle machine
+    python -m experiments.server_endurance                  # writes benchmarks/server.md; some six minutes
+    python -m experiments.server_endurance --only clients   # one part; the other is taken from the last run
 
-One server of three shipped classifiers and two small language models gets, in this order: a thousand valid random requests,
-so that everything is in use once; ten thousand malformed ones, eight at a time; and fifty clients for 60 seconds, each as
-fast as it can, then for 20 seconds at a third of that rate, with pauses at random. Of the clients' requests one fifth states
-`confidence`, one fifth `max_ms=50`; a client that is refused waits as long as `Retry-After` says. An answer to a request
-without a deadline must equal the one that the server gave before, byte by byte. A status of 500 or more, no response within
-30 seconds and any other answer are errors. *In time*: the share of the answers with `max_ms=50` that the client had within
-50 ms. Memory is what the operating system counts as resident, after five seconds of rest.
+Each part has a server of three shipped classifiers and two small language models of its own. *Malformed*: a thousand valid
+random requests, so that everything is in use once, then ten thousand malformed ones, eight at a time. *Clients*: fifty
+clients for 60 seconds, each as fast as it can, then for 20 seconds at a third of that rate, with pauses at random; run this
+part on an idle machine. Of the clients' requests one fifth states `confidence`, one fifth `max_ms=50`; a client that is
+refused waits as long as `Retry-After` says. An answer to a request without a deadline must equal the one that the server
+gave before, byte by byte. A status of 500 or more, no response within 30 seconds and any other answer are errors. *In time*:
+the share of the answers with `max_ms=50` that the client had within 50 ms. Memory is what the operating system counts as
+resident, after five seconds of rest.
 """
 
 import argparse
@@ -20,8 +22,10 @@ import random
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -37,6 +41,7 @@ from experiments.server.random_requests import ServedModel, draw_malformed, draw
 NUM_MALFORMED, CLIENTS, SECONDS, MAX_MS = 10_000, 50, 60.0, 50
 REST = 5.0  # seconds before memory is read
 OPTIONS: dict[str, dict[str, float]] = {"plain": {}, "confidence": {"confidence": 0.9}, "max_ms": {"max_ms": MAX_MS}}
+Found = dict[str, Any]
 KINDS = ("plain", "plain", "plain", "confidence", "max_ms")
 
 
@@ -124,49 +129,83 @@ async def known_models(address: str) -> list[ServedModel]:
         return read_models((await client.get("/api/models")).json()["models"])
 
 
-def measure() -> tuple[list[Load], Counter[str], list[str], dict[str, tuple[float, float]]]:
-    """The loads, the statuses and failures of malformed requests, and megabytes after each part."""
-    rng, statuses, failures = random.Random(0), Counter[str](), list[str]()
+def measure_malformed(server: ServerProcess, models: list[ServedModel]) -> Found:
+    """Valid requests, then malformed ones."""
+    rng, statuses = random.Random(0), Counter[str]()
+    memory = {"start": read_memory(server)}
+    valid = [draw_valid(rng, models) for _ in range(PIECE)]
+    failures = asyncio.run(send_all(server.address, valid, all_valid=True))[1]
+    memory[f"{PIECE:,} valid requests"] = read_memory(server)
+    for _ in range(NUM_MALFORMED // PIECE):
+        piece = [draw_malformed(rng, models) for _ in range(PIECE)]
+        found, failed = asyncio.run(send_all(server.address, piece, all_valid=False))
+        statuses.update(found)
+        failures += failed
+    memory[f"{NUM_MALFORMED:,} malformed requests"] = read_memory(server)
+    return {"statuses": statuses, "failures": failures, "memory": memory}
+
+
+def measure_clients(server: ServerProcess, models: list[ServedModel]) -> Found:
+    """Fifty clients at full speed, then at a third of it."""
+    asyncio.run(run_clients(server.address, models, 2.0))  # everything is in use once
+    memory = {"two seconds of clients": read_memory(server)}
+    full = asyncio.run(run_clients(server.address, models, SECONDS))
+    memory[f"{CLIENTS} clients for {SECONDS:.0f} s"] = read_memory(server)
+    third = asyncio.run(run_clients(server.address, models, SECONDS / 3, pause=3 * CLIENTS / full.rate))
+    memory["a third of that for 20 s"] = read_memory(server)
+    rows = [full.row("as fast as they can"), third.row("a third of that")]
+    return {"rows": rows, "failures": full.errors + third.errors, "memory": memory}
+
+
+PARTS: dict[str, Callable[[ServerProcess, list[ServedModel]], Found]] = {
+    "malformed": measure_malformed,
+    "clients": measure_clients,
+}
+
+
+def run_part(part: str) -> Found:
+    """One part, with a server of its own."""
     with tempfile.TemporaryDirectory() as folder, ServerProcess(*SHIPPED_MODELS, *write_models(Path(folder))) as server:
-        memory = {"start": read_memory(server)}
         models = asyncio.run(known_models(server.address))
-        valid = [draw_valid(rng, models) for _ in range(PIECE)]
-        failures += asyncio.run(send_all(server.address, valid, all_valid=True))[1]
-        memory["1,000 valid requests"] = read_memory(server)
-        for _ in range(NUM_MALFORMED // PIECE):
-            piece = [draw_malformed(rng, models) for _ in range(PIECE)]
-            found, failed = asyncio.run(send_all(server.address, piece, all_valid=False))
-            statuses.update(found)
-            failures += failed
-        memory[f"{NUM_MALFORMED:,} malformed requests"] = read_memory(server)
-        full = asyncio.run(run_clients(server.address, models, SECONDS))
-        memory[f"{CLIENTS} clients for {SECONDS:.0f} s"] = read_memory(server)
-        third = asyncio.run(run_clients(server.address, models, SECONDS / 3, pause=3 * CLIENTS / full.rate))
-        memory["a third of the load"] = read_memory(server)
-        failures += ["the server printed a traceback"] if "Traceback" in server.log() else []
-    return [full, third], statuses, failures, memory
+        found = PARTS[part](server, models)
+        found["failures"] += ["the server printed a traceback"] if "Traceback" in server.log() else []
+    return found
+
+
+def write_report(found: dict[str, Found]) -> str:
+    """The page of all parts that were measured."""
+    memory = [(name, *two) for part in PARTS if part in found for name, two in found[part]["memory"].items()]
+    tables = []
+    if "clients" in found:
+        names = ("no limit", "confidence", "max_ms=50")
+        kinds = [f"{name}, {column}" for name in names for column in ("p50 ms", "p99 ms")]
+        header = ["load", "answers per s", "errors", *kinds, "in time %", "refused per s"]
+        tables.append(Table(f"{CLIENTS} clients", header, found["clients"]["rows"]))
+    if "malformed" in found:
+        statuses, failures = found["malformed"]["statuses"], found["malformed"]["failures"]
+        listed = ", ".join(f"{status}: {count:,}" for status, count in sorted(statuses.items()))
+        row = [f"{sum(statuses.values()):,}", str(len(failures)), listed]
+        tables.append(Table("Malformed requests", ["number", "failures", "by status"], [row]))
+    rows = [[name, f"{own:.0f}", f"{others:.0f}"] for name, own, others in memory]
+    tables.append(Table("Memory", ["after", "server, MB", "its decoders, MB"], rows))
+    note = (__doc__ or "").partition("last run\n\n")[2].strip()
+    lines = ["# The server for a minute", "", *(table.markdown().replace("###", "##", 1) for table in tables)]
+    return "\n".join([*lines, note, "", "Written by `python -m experiments.server_endurance`.", ""])
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    (full, third), statuses, failures, memory = measure()
-    kinds = [f"{kind}, {column}" for kind in ("no limit", "confidence", "max_ms=50") for column in ("p50 ms", "p99 ms")]
-    header = ["load", "answers per s", "errors", *kinds, "in time %", "refused per s"]
-    rows = [full.row("as fast as they can"), third.row("a third of that")]
-    listed = ", ".join(f"{status}: {count:,}" for status, count in sorted(statuses.items()))
-    tables = [
-        Table(f"{CLIENTS} clients", header, rows),
-        Table("Malformed requests", ["number", "failures", "by status"],
-              [[f"{statuses.total():,}", str(len(failures)), listed]]),
-        Table("Memory", ["after", "server, MB", "its decoders, MB"],
-              [[name, f"{own:.0f}", f"{others:.0f}"] for name, (own, others) in memory.items()]),
-    ]  # fmt: skip
-    note = (__doc__ or "").partition("on an idle machine\n\n")[2].strip()
-    lines = ["# The server for a minute", "", *(table.markdown().replace("###", "##", 1) for table in tables)]
-    lines += [note, "", "Written by `python -m experiments.server_endurance`.", ""]
-    (BENCHMARKS / "server.md").write_text("\n".join(lines), encoding="utf-8")
-    print("\n".join(lines))
-    for failure in [*failures, *full.errors, *third.errors][:10]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=PARTS, help="one part (default: both)")
+    options = parser.parse_args()
+    record = BENCHMARKS / "server.json"
+    found: dict[str, Found] = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    for part in [options.only] if options.only else PARTS:
+        found[part] = run_part(part)
+        record.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    report = write_report(found)
+    (BENCHMARKS / "server.md").write_text(report, encoding="utf-8")
+    print(report)
+    for failure in [failure for part in found.values() for failure in part["failures"]][:10]:
         print("FAILED", failure)
 
 

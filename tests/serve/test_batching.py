@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raytraced.serve import batching
-from raytraced.serve.admission import NUM_RECENT, Admission, Percentile, ServiceTimes
+from raytraced.serve.admission import NUM_RECENT, REFUSALS, Admission, Percentile, ServiceTimes
 from raytraced.serve.answering import Query
 from raytraced.serve.app import Server
 from raytraced.serve.batching import Worker
@@ -106,9 +106,13 @@ def test_a_margin_follows_the_newest_values_and_refusals_forget_the_oldest():
     for value in [0.3] + [0.001] * 100:
         margin.add(value)
     assert margin.value == 0.3  # the largest of so few
-    for _ in range(10):
+    for _ in range(REFUSALS):
         margin.count_refusal()
-    assert margin.value == 0.001  # ten refusals: the first, slow answer does not count any more
+    assert margin.value == 0.001  # nothing was measured meanwhile: the first, slow answer does not count any more
+    for _ in range(10 * REFUSALS):
+        margin.count_refusal()
+        margin.add(0.001)
+    assert len(margin.newest) == NUM_RECENT  # refusals between answers remove nothing
     for value in [0.02] * 3 + [0.001] * (NUM_RECENT - 3):
         margin.add(value)
     assert margin.value == 0.02  # the third largest of 500

@@ -9,8 +9,9 @@ from raytraced.serve.limits import RefusedError
 
 SHARE = 0.05  # of the newest measurement in a running mean
 PERCENTILE = 0.995  # half of the misses that are allowed: what happens behind the server's door is not measured
+REPLY_PERCENTILE = 0.95  # rarer delays are part of the margin; here they would take time from every computation
 NUM_RECENT = 500  # values of which a percentile is taken
-REFUSALS = 10  # after so many the oldest value is removed: where hardly any request is accepted, few are measured
+REFUSALS = 50  # after so many without an answer the oldest value is removed, since nothing new is measured
 DOUBT = 0.998  # of an expected time that is left after each query that it kept from the end
 IDLE = 0.001  # seconds that a request may have waited to be read by a server that counts as idle
 
@@ -30,6 +31,7 @@ class Percentile:
 
     def add(self, value: float) -> None:
         """Take one value of the series."""
+        self.num_refusals = 0
         self.newest.append(value)
         insort(self.ordered, value)
         if len(self.newest) > NUM_RECENT:
@@ -85,7 +87,7 @@ class Admission:
     def __init__(self) -> None:
         self.handling_seconds = 0.0  # per request in progress: to read it, and to send its answer
         self.margin = Percentile(PERCENTILE)
-        self.reply = Percentile(PERCENTILE)  # from an answer to the moment at which it is sent
+        self.reply = Percentile(REPLY_PERCENTILE)  # from an answer to the moment at which it is sent
         self.times = ServiceTimes()
 
     def expect(self, ahead: float, num_others: int) -> float:

@@ -26,7 +26,7 @@ from raytraced.serve.text_batch import TextBatch
 
 SENDING = 0.003  # seconds before a deadline at which an answer should leave: the way to the client is not measured
 TURN = 0.01  # at most so many seconds of steps, then requests arrive and answers leave
-SLOWER = 1.5  # an answer is computed at once where it fits before its deadline, were it to take so many times as long
+SLOWER = 1.2  # an answer is computed at once where it fits before its deadline, were it to take so many times as long
 PASSES = 5  # passes of the event loop that a request takes to get here, or an answer to leave
 
 
@@ -169,7 +169,7 @@ class Worker:
         """As many queries of a key as one call takes, without those that were cancelled.
 
         Of queries whose answers are computed at once, as many as fit before the first deadline. Where not even one fits any
-        more, it is answered at exits.
+        more, it is answered at exits; at the first one where others wait.
         """
         queries, heap = list[Query](), self.waiting[key]
         while heap and len(queries) < heap[0][2].num_rows:
@@ -180,8 +180,10 @@ class Worker:
                 queries.append(query)
         if not heap:
             del self.waiting[key]
-        if len(queries) == 1 and queries[0].direct:
-            queries[0].direct = self.fits(queries[0])
+        if len(queries) == 1 and queries[0].direct and not self.fits(queries[0]):
+            queries[0].direct = False
+            if self.waiting:  # one exit after the other would take the time of those that can still be computed at once
+                queries[0].deadline = perf_counter()
         return queries
 
     @torch.inference_mode()
