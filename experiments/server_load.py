@@ -153,9 +153,8 @@ def draw(results: dict[str, list[dict[str, float]]], path: Path) -> None:
     panels |= {"right": "right answers per second"}
     for axis, (name, title) in zip(axes, panels.items(), strict=True):
         for curve, rows in results.items():
-            factor = 100 if name == "accuracy" else 1
             colour, style = STYLES[curve]
-            values = [factor * row[name] for row in rows]
+            values = [factor_of(name) * row[name] for row in rows]
             axis.plot([row["offered"] for row in rows], values, style, color=colour, label=curve, markersize=5)
         axis.set_xscale("log")
         axis.set_xticks(LOADS, [str(load) for load in LOADS])
@@ -164,8 +163,8 @@ def draw(results: dict[str, list[dict[str, float]]], path: Path) -> None:
         axis.set_ylim(0, 1.1 * max(factor_of(name) * row[name] for rows in results.values() for row in rows))
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].axhline(MAX_MS, color="black", linewidth=0.8, linestyle=":")
-    axes[0].annotate(f"max_ms={MAX_MS}", (1, MAX_MS), xycoords=("axes fraction", "data"), xytext=(0, 3),
-                     textcoords="offset points", fontsize=8, ha="right")  # fmt: skip
+    place = {"xycoords": ("axes fraction", "data"), "xytext": (0, 3), "textcoords": "offset points"}
+    axes[0].annotate(f"max_ms={MAX_MS}", (0.02, MAX_MS), **place, fontsize=8)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(results), frameon=False)
     figure.savefig(path, dpi=130)
 
