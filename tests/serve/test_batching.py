@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raytraced.serve import batching
-from raytraced.serve.admission import NUM_RECENT, REFUSALS, Admission, Percentile, ServiceTimes
+from raytraced.serve.admission import NUM_NEWEST, UNMEASURED, Admission, Percentile, ServiceTimes
 from raytraced.serve.answering import Query
 from raytraced.serve.app import Server
 from raytraced.serve.batching import Worker
@@ -106,19 +106,19 @@ def test_a_margin_follows_the_newest_values_and_refusals_forget_the_oldest():
     for value in [0.3] + [0.001] * 100:
         margin.add(value)
     assert margin.value == 0.3  # the largest of so few
-    for _ in range(REFUSALS):
+    for _ in range(UNMEASURED):
         margin.count_refusal()
     assert margin.value == 0.001  # nothing was measured meanwhile: the first, slow answer does not count any more
-    for _ in range(10 * REFUSALS):
+    for _ in range(10 * UNMEASURED):
         margin.count_refusal()
         margin.add(0.001)
-    assert len(margin.newest) == NUM_RECENT  # refusals between answers remove nothing
-    for value in [0.02] * 3 + [0.001] * (NUM_RECENT - 3):
+    assert len(margin.newest) == NUM_NEWEST  # refusals between answers remove nothing
+    for value in [0.02] * 3 + [0.001] * (NUM_NEWEST - 3):
         margin.add(value)
     assert margin.value == 0.02  # the third largest of 500
     margin.add(0.001)
     assert margin.value == 0.001
-    assert len(margin.newest) == len(margin.ordered) == NUM_RECENT
+    assert len(margin.newest) == len(margin.ordered) == NUM_NEWEST
 
 
 def test_a_request_that_waited_unread_is_refused_though_none_is_in_progress():
@@ -205,3 +205,17 @@ def test_the_cheapest_loss_is_lowered_first_and_no_more_than_needed(models):
     assert efforts(0.006) == [0.75, 0.5, 1.0]
     assert efforts(1.0) == [0.5, 0.5, 1.0]  # too late in any case
     assert efforts(0.002, lowest=1.0) == [1.0, 1.0, 1.0]
+
+
+def test_a_query_that_no_longer_fits_gives_way_to_those_that_wait(models):
+    worker = Worker(Metrics())
+    worker.times.seconds[models[0].name, False] = 0.010
+    for num_others in (0, 1):
+        late, other = (waiting_query(models[0], ROWS, 1.0, perf_counter() + left) for left in (0.005, 60.0))
+        deadline = late.deadline
+        for query in (late, other)[: num_others + 1]:
+            worker.push(query)
+        assert worker.next_queries(late.key) == [late]
+        assert not late.direct
+        assert (late.deadline < deadline) == bool(num_others)  # its first answer is its last
+        worker.waiting.clear()

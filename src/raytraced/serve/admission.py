@@ -10,8 +10,8 @@ from raytraced.serve.limits import RefusedError
 SHARE = 0.05  # of the newest measurement in a running mean
 PERCENTILE = 0.995  # half of the misses that are allowed: what happens behind the server's door is not measured
 REPLY_PERCENTILE = 0.95  # rarer delays are part of the margin; here they would take time from every computation
-NUM_RECENT = 500  # values of which a percentile is taken
-REFUSALS = 50  # after so many without an answer the oldest value is removed, since nothing new is measured
+NUM_NEWEST = 500  # values of which a percentile is taken
+UNMEASURED = 50  # after so many without an answer the oldest value is removed, since nothing new is measured
 DOUBT = 0.998  # of an expected time that is left after each query that it kept from the end
 IDLE = 0.001  # seconds that a request may have waited to be read by a server that counts as idle
 
@@ -34,13 +34,13 @@ class Percentile:
         self.num_refusals = 0
         self.newest.append(value)
         insort(self.ordered, value)
-        if len(self.newest) > NUM_RECENT:
+        if len(self.newest) > NUM_NEWEST:
             self.remove_oldest()
 
     def count_refusal(self) -> None:
         """Take note of a request of which nothing will be known."""
         self.num_refusals += 1
-        if self.num_refusals % REFUSALS == 0:
+        if self.num_refusals % UNMEASURED == 0:
             self.remove_oldest()
 
     def remove_oldest(self) -> None:
