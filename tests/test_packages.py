@@ -166,6 +166,7 @@ def test_the_sdist_trains_with_and_without_a_compiler(compiler, built, install, 
     assert ("compiled kernels are not built" in printed) == (not compiler)
 
 
+@pytest.mark.slow  # tests/kernels/test_switch.py has quick tests of a library that is not built
 def test_where_the_library_is_not_built_the_tests_run_on_the_plain_path(tmp_path):
     unbuilt = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(ROOT / "src/raytraced", tmp_path / "raytraced", ignore=unbuilt)
