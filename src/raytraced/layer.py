@@ -284,13 +284,13 @@ class RoutedLayer(nn.Module):
             call = call._replace(route=flat_route(route, hidden.shape[:-1], steps, num))
         if hidden.ndim == 2 and mask is None:  # Hot path at batch size 1: no reshaping.
             self.check(hidden)
-            check_generator(generator)
+            if generator is not None:
+                check_generator(generator)
             if rows is not None:
                 call = call._replace(rows=flat("rows", rows, hidden.shape[:1]))
             if stop is not None:
                 call = call._replace(stop=flat_stop(stop, hidden.shape[:1]))
-            out = self.run(hidden, call)
-            return out._replace(residual=hidden) if self.stream.adds_input else out
+            return self.run(hidden, call)
         hidden_BD, call, put_back = self.as_rows(hidden, call, mask)
         return put_back(self.run(hidden_BD, call))
 
@@ -324,10 +324,32 @@ class RoutedLayer(nn.Module):
         if plan is not None:
             check_followed(call.route, plan.active, type(self.router).__name__)
             answer = kernels.experts(self.experts, hidden_BD, plan.active, plan.weights, self.stream, call.exits)
-            return make_layer_output(answer, call, plan.route or unordered_route(plan.active), plan.loss)
+            return self.output(hidden_BD, answer, plan.route or unordered_route(plan.active), plan.loss)
         steps = GridSteps(self, hidden_BD, call)
         answer = run_stream(self.stream, self.router.num_steps, hidden_BD, steps.update, call.exits)
-        return make_layer_output(answer, call, *steps.result())
+        return self.output(hidden_BD, answer, *steps.result())
+
+    def output(
+        self,
+        hidden_BD: Tensor,
+        answer: Tensor,
+        route: Route,
+        loss: Tensor | None = None,
+        policy_loss_fn: Callable[[Tensor], Tensor] | None = None,
+    ) -> LayerOutput:
+        """What the layer returns for its input (B, D).
+
+        Args:
+            hidden_BD: The layer's input (B, D).
+            answer: What the grid gave: (B, D), or with exits the answers after 0, 1, … steps (S + 1, B, D).
+            route: The route of every row.
+            loss: The router's own loss, weighted.
+            policy_loss_fn: Loss of each row (B,) -> loss of the router's decisions.
+        """
+        residual = hidden_BD if self.stream is Stream.RESIDUAL else None
+        if answer.ndim == hidden_BD.ndim:
+            return LayerOutput(answer, route, loss, policy_loss_fn, residual)
+        return LayerOutput(answer[-1], route, loss, policy_loss_fn, residual, answer)
 
     def run_step(self, layer: Any, hidden_nD: Tensor, active_nN: Tensor, weights_nN: Tensor) -> Tensor:
         """The weighted sum of one layer's active experts (n, D); `layer` is one of `kernels.unstacked`."""
@@ -568,14 +590,6 @@ def flat_mask(mask: Tensor, shape: torch.Size) -> Tensor:
     flat_B = flat("mask", mask, shape)
     assert flat_B is not None
     return flat_B
-
-
-def make_layer_output(
-    answer: Tensor, call: Call, route: Route, loss: Tensor | None = None, policy_loss_fn: Any = None
-) -> LayerOutput:
-    """A layer's output from the answer (B, D), or with `call.exits` from the answers after 0, 1, … steps (S + 1, B, D)."""
-    hidden_BD = answer[-1] if call.exits else answer
-    return LayerOutput(hidden_BD, route, loss, policy_loss_fn, exits=answer if call.exits else None)
 
 
 def unordered_route(active_BSN: Tensor) -> Route:

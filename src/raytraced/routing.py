@@ -136,7 +136,9 @@ class RoutingNetwork(nn.Module):
 
     def gates(self) -> list[Tensor]:
         """The weights of the first layer's gates (N, O) and of the others (L − 2, N, O, N), as far as they exist."""
-        return [gates for gates in (self.gate_first, self.gate_inner) if gates is not None]
+        names = ("gate_first", "gate_inner")[: self.num_layers - 1]
+        found = self._parameters  # Hot path at batch size 1: nn.Module's own look-ups take ten times as long.
+        return [found[name] if name in found else getattr(self, name) for name in names]  # type: ignore[misc]
 
     def gate_weight(self, layer: int) -> Tensor:
         """The weights of all gates of one layer (N, O, K)."""

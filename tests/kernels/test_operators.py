@@ -14,10 +14,11 @@ pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"compiled kerne
 @pytest.mark.parametrize("select", ["sample", "greedy"])
 def test_the_operator_is_registered_as_pytorch_asks(select):
     routing, entry_BN, options = make_case(3, 4, 5, select=select)
-    spec, data, tensors = cpp_sequence.arrange(routing, entry_BN, **options)
+    inputs = cpp_sequence.arrange(routing, entry_BN, **options)
+    arguments = inputs.tensors, inputs.data, inputs.options.numbers()
     # Eager and fake shapes, schema, and autograd, each against the others.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(cpp_sequence.call.operator, (tensors, data, spec), test_utils=checks)
+    torch.library.opcheck(cpp_sequence.call.operator, arguments, test_utils=checks)
 
 
 class Loss(nn.Module):

@@ -1,5 +1,7 @@
 """Entry gate, sequence, weights and experts as one function with gradients: what the parts give, forward and back."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -30,7 +32,7 @@ def vectors(batch, layer):
 
 
 def chosen(layer, hidden, weighting=None, **changes):
-    parts = layer.kernel_args(layer.router)._replace(**{"weighting": weighting} if weighting else {})
+    parts = replace(layer.kernel_args(layer.router), **{"weighting": weighting} if weighting else {})
     options = {"stop": layer.router.config.stop, "estimator": layer.router.config.estimator, "temperature": 1.0}
     options |= {"num_steps": 3, "seed": None, "rows_B": None}
     return kernels.raytrace.explain(parts, hidden, **options | changes)

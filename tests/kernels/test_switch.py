@@ -72,7 +72,7 @@ def test_one_operation_can_be_forced_and_the_last_word_counts():
 def test_an_error_inside_gives_the_switch_back():
     with pytest.raises(ZeroDivisionError), kernels.use("plain"):
         1 / 0  # noqa: B018
-    assert operation._forced == {}
+    assert operation._forced == operation.Forced()
 
 
 def test_uses_of_several_threads_leave_nothing_behind():
@@ -80,9 +80,9 @@ def test_uses_of_several_threads_leave_nothing_behind():
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert operation._forced == {"experts": "sparse"}
+    assert operation._forced == operation.Forced(single={"experts": "sparse"})
     second.__exit__(None, None, None)
-    assert operation._forced == {}
+    assert operation._forced == operation.Forced()
 
 
 @needs_library
@@ -139,8 +139,8 @@ def test_a_composed_operation_obeys_in_its_parts():
                 assert name == {"plain": "steps", "cpp": "cpp"}[word]
     with kernels.use("cpp"):  # gradients are wanted: its parts run in the library
         hidden_BD, route = kernels.raytrace(*args, **options)
-    assert "_Eager" in type(route.active.grad_fn).__name__
-    assert "_Eager" in type(hidden_BD.grad_fn).__name__
+    assert "_Raytrace" in type(route.active.grad_fn).__name__
+    assert "_Raytrace" in type(hidden_BD.grad_fn).__name__
 
 
 def test_explain_says_why_the_first_choice_is_not_taken():

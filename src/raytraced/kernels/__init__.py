@@ -125,9 +125,10 @@ raytrace = Operation(
     "raytrace",
     # all of it as one function to PyTorch: small experts in training, or up to 64 rows, where calls cost more than arithmetic
     Implementation(
-        *("cpp", cpp_raytrace.run, "", cpp_raytrace.unsupported_reason, cpp_raytrace.slower_reason),
-        parts=("sequence", "experts"),
-        declines=True,
+        "cpp",
+        cpp_raytrace.run,
+        unsupported_reason=cpp_raytrace.unsupported_reason,
+        slower_reason=cpp_raytrace.slower_reason,
     ),
     # the entry gate, `sequence`, the weighting, `experts`, each by its own choice
     Implementation("steps", raytrace_in_steps, "steps"),
@@ -145,9 +146,10 @@ early_exit: Operation[Any, EarlyExitResult | None] = Operation(
     "early_exit",
     # all exits in one call: small experts without gradients, where the many calls of an exit cost more than its arithmetic
     Implementation(
-        *("cpp", cpp_early_exit.run, "", cpp_early_exit.unsupported_reason, cpp_early_exit.slower_reason),
-        parts=("sequence", "experts"),
-        declines=True,
+        "cpp",
+        cpp_early_exit.run,
+        unsupported_reason=cpp_early_exit.unsupported_reason,
+        slower_reason=cpp_early_exit.slower_reason,
     ),
     Implementation("steps", no_fused_early_exit, "steps"),
 )

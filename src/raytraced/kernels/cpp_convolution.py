@@ -6,13 +6,14 @@ Axes: B batch, S stages, C and K a stage's input and output channels, H × W its
 import ctypes
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from raytraced.kernels import cpp_library as library
-from raytraced.kernels.cpp_library import Int, LibraryCall, Pointer, PointerArray, fields, point, pointer_array
+from raytraced.kernels.cpp_function import Inputs, LibraryFunction, Outputs
+from raytraced.kernels.cpp_library import Int, Pointer, PointerArray, fields, point, pointer_array
 
 _LANES = 8  # cpu/convolution.h: what is kept has room for a multiple of this many samples
 
@@ -44,37 +45,59 @@ def _run(function: Any, images: Tensor, parameters: Sequence[Tensor], **rest: An
     )
 
 
-def _empty(spec, data, tensors) -> list[Tensor]:  # type: ignore[no-untyped-def]
-    images, S = tensors[0], len(tensors) // 2
-    return [images.new_empty(len(images), len(tensors[S]), images.shape[2] >> S, images.shape[3] >> S)]
+class ConvolutionOptions(NamedTuple):
+    """Numbers of one call."""
+
+    wants_image_gradient: bool
+
+    def numbers(self) -> list[float]:
+        return [float(self.wants_image_gradient)]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[float]) -> "ConvolutionOptions":
+        return cls(bool(numbers[0]))
 
 
-def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyped-def]
-    """Images (B, C, H, W) through all stages -> (B, K, H, W); with the stages' inputs, and the winner of each 2×2."""
-    images, *parameters = tensors
-    (B, _, H, W), S, outputs = images.shape, len(parameters) // 2, _empty(spec, data, tensors)
-    if keep:
-        stages = [(weight.shape[0], H >> s, W >> s) for s, weight in enumerate(parameters[:S], 1)]
-        room = -(-B // _LANES) * _LANES
-        outputs += [
-            images.new_empty(room * sum(K * (H + 2) * (W + 2) for K, H, W in stages[:-1])),
-            torch.empty(room * sum(K * H * -(-W // 4) for K, H, W in stages), dtype=torch.int32),
-        ]
-    _run(_forward, images, parameters, **point(("out", "kept", "winners"), outputs))
-    return outputs
+class Convolution(LibraryFunction[ConvolutionOptions]):
+    """Images (B, C, H, W) through all stages -> (B, K, H, W). Tensors: the images, S weights, S biases."""
+
+    name: ClassVar[str] = "convolution"
+    options_type = ConvolutionOptions
+
+    def empty(self, inputs: Inputs[ConvolutionOptions]) -> Outputs:
+        images, S = inputs.tensors[0], len(inputs.tensors) // 2
+        return Outputs(
+            [images.new_empty(len(images), len(inputs.tensors[S]), images.shape[2] >> S, images.shape[3] >> S)]
+        )
+
+    def forward(self, inputs: Inputs[ConvolutionOptions], keep: bool) -> Outputs:
+        """The images after all stages; saved: the stages' inputs, and the winner of each 2×2."""
+        images, *parameters = inputs.tensors
+        (B, _, H, W), S = images.shape, len(parameters) // 2
+        (out,), _, saved = self.empty(inputs)
+        if keep:
+            stages = [(weight.shape[0], H >> s, W >> s) for s, weight in enumerate(parameters[:S], 1)]
+            room = -(-B // _LANES) * _LANES
+            saved = [
+                images.new_empty(room * sum(K * (H + 2) * (W + 2) for K, H, W in stages[:-1])),
+                torch.empty(room * sum(K * H * -(-W // 4) for K, H, W in stages), dtype=torch.int32),
+            ]
+        _run(_forward, images, parameters, **point(("out", "kept", "winners"), (out, *saved)))
+        return Outputs([out], saved=saved)
+
+    def backward(
+        self, inputs: Inputs[ConvolutionOptions], saved: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Gradients of the images (where wanted), the weights and the biases."""
+        images, *parameters = inputs.tensors
+        gradients = [torch.empty_like(parameter) for parameter in parameters]
+        grad_images = torch.empty_like(images) if inputs.options.wants_image_gradient else None
+        pointers = point(("kept", "winners", "grad_out", "grad_images"), (*saved, *grads, grad_images))
+        _run(_backward, images, parameters, gradients=pointer_array(gradients), **pointers)
+        return [grad_images, *gradients]
 
 
-def backward(spec, data, tensors, kept, grads) -> list[Tensor | None]:  # type: ignore[no-untyped-def]
-    """Gradients of the images (where wanted), the weights and the biases."""
-    images, *parameters = tensors
-    gradients = [torch.empty_like(parameter) for parameter in parameters]
-    grad_images = torch.empty_like(images) if spec[0] else None
-    pointers = point(("kept", "winners", "grad_out", "grad_images"), (*kept, *grads, grad_images))
-    _run(_backward, images, parameters, gradients=pointer_array(gradients), **pointers)
-    return [grad_images, *gradients]
-
-
-call = LibraryCall("convolution", forward, backward, _empty)
+call = Convolution()
 
 
 def unsupported_reason(images: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> str | None:
@@ -94,4 +117,4 @@ def unsupported_reason(images: Tensor, weights: Sequence[Tensor], biases: Sequen
 
 def run(images: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     """Images (B, C, H, W), weights (K, C, 3, 3) and biases (K,) of each stage -> (B, K, H, W) of the last."""
-    return call((images.requires_grad,), (), images, *weights, *biases)[0]
+    return call(ConvolutionOptions(images.requires_grad), (), images, *weights, *biases)[0]

@@ -15,8 +15,9 @@ from torch.nn.modules import module
 from raytraced.kernels import cpp_library as library
 from raytraced.kernels import cpp_raytrace
 from raytraced.kernels.cpp_library import Float, Int, Pointer, fields
-from raytraced.kernels.cpp_raytrace import INT64, KernelArgs
-from raytraced.sequence import Route, StopPerRow
+from raytraced.kernels.cpp_raytrace import INT64, KernelArgs, RaytraceOptions
+from raytraced.kernels.operation import forced_reason
+from raytraced.sequence import Route
 
 
 class EarlyExitResult(NamedTuple):
@@ -40,13 +41,15 @@ class EarlyExitCall(ctypes.Structure):
 
 
 _early_exit = library.bind(
-    "raytraced_early_exit", ctypes.POINTER(cpp_raytrace.RaytraceArgs), ctypes.POINTER(EarlyExitCall)
+    "raytraced_early_exit", ctypes.POINTER(cpp_raytrace.RaytraceLayer), ctypes.POINTER(EarlyExitCall)
 )
 
 
 def slower_reason(layer: KernelArgs, hidden_BD: Tensor, *_: Any, **options: Any) -> str | None:
     """Why separate exits are faster, None if they are not."""
-    return cpp_raytrace.COMPILING if torch.compiler.is_compiling() else cpp_raytrace.too_large(layer.grid)
+    if torch.compiler.is_compiling():
+        return cpp_raytrace.COMPILING
+    return cpp_raytrace.too_large(layer.grid) or forced_reason("sequence", "experts")
 
 
 def unsupported_reason(
@@ -55,18 +58,18 @@ def unsupported_reason(
     head: nn.Module,
     confidence: Sequence[float],
     mask_B: Tensor | None,
-    *_: Any,
-    **__: Any,
+    **options: Any,
 ) -> str | None:
     """Why the library cannot take these exits, None if it can."""
-    found = _read(head, hidden_BD, mask_B)
-    return found if isinstance(found, str) else cpp_raytrace.unsupported_reason(layer, hidden_BD)
-
-
-def _read(head: nn.Module, hidden_BD: Tensor, mask_B: Tensor | None) -> tuple[Tensor, Tensor] | str:
-    """The weight (Y, D) and bias (Y,) of an output layer, or why the library cannot stand for it."""
     if torch.is_grad_enabled():
         return "gradients may be needed"
+    if mask_B is not None and not mask_B.is_cpu:
+        return "a mask that is not on the CPU"
+    return _unsupported_head(head, hidden_BD) or cpp_raytrace.unsupported_reason(layer, hidden_BD)
+
+
+def _unsupported_head(head: nn.Module, hidden_BD: Tensor) -> str | None:
+    """Why the library cannot stand for an output layer, None if it can."""
     if not isinstance(head, nn.Linear) or not library.is_unchanged(head, nn.Linear, "forward", "__call__"):
         return "a custom output layer"
     if _has_hooks(head):
@@ -76,9 +79,7 @@ def _read(head: nn.Module, hidden_BD: Tensor, mask_B: Tensor | None) -> tuple[Te
         return "an output layer without a bias, or of another width"
     if not (weight_YD.is_contiguous() and bias_Y.is_contiguous()):
         return "an output layer that is not contiguous"
-    if mask_B is not None and not mask_B.is_cpu:
-        return "a mask that is not on the CPU"
-    return library.why_unfit((weight_YD, bias_Y), hidden_BD.dtype) or (weight_YD, bias_Y)
+    return library.why_unfit((weight_YD, bias_Y), hidden_BD.dtype)
 
 
 def _has_hooks(head: nn.Module) -> bool:
@@ -93,29 +94,24 @@ def run(
     head: nn.Module,
     confidence: Sequence[float],
     mask_B: Tensor | None,
-    *,
-    stop: StopPerRow,
     **options: Any,
 ) -> EarlyExitResult:
     """The first confident answer of each row, or its last one; sequences are greedy."""
-    found = _read(head, hidden_BD, mask_B)
-    if isinstance(found, str):
-        return NotImplemented
-    options["stop"], stops_B = cpp_raytrace.separate_stops(stop, hidden_BD)
-    prepared = cpp_raytrace.prepare(layer, hidden_BD, options)
-    if prepared is None:
-        return NotImplemented
+    assert isinstance(head, nn.Linear)
+    asked = RaytraceOptions.of(hidden_BD, options)
     # held here, as long as the library reads them
-    (weight_YD, bias_Y), hidden_BD = found, hidden_BD.contiguous()
+    weight_YD, bias_Y, hidden_BD = head.weight, head.bias, hidden_BD.contiguous()
+    stops_B = asked.stop if isinstance(asked.stop, Tensor) else None
     mask_B = None if mask_B is None else mask_B.contiguous()
     B, L, N = len(hidden_BD), layer.routing.num_layers, layer.routing.num_experts
-    Y, S, real = len(bias_Y), options["num_steps"], hidden_BD.new_empty
-    logits_BY, active_BLN = real(B, Y), real(B, L, N)
-    nodes_BS, num_active_B, num_exits_B = INT64.new_empty(B, S), INT64.new_empty(B), INT64.new_empty(B)
+    Y, real = len(bias_Y), hidden_BD.new_empty
+    logits_BY, active_BLN, nodes_BS = real(B, Y), real(B, L, N), INT64.new_empty(B, asked.num_steps)
+    num_active_B, num_exits_B = INT64.new_empty(B), INT64.new_empty(B)
     mask, stops = (None if one is None else one.data_ptr() for one in (mask_B, stops_B))
     thresholds = [*confidence, *[confidence[-1]] * L][: L + 1]
     given = (one.data_ptr() for one in (hidden_BD, weight_YD, bias_Y))
     made = (one.data_ptr() for one in (logits_BY, active_BLN, nodes_BS, num_active_B, num_exits_B))
     call = EarlyExitCall(B, torch.get_num_threads(), Y, *given, (Float * (L + 1))(*thresholds), mask, stops, *made)
-    library.run(_early_exit, "raytraced experts", prepared.args, call)
+    described = cpp_raytrace.describe(layer, layer.parameters, asked)
+    library.run(_early_exit, "raytraced experts", described, call)
     return EarlyExitResult(logits_BY, Route(active_BLN, nodes_BS, num_active_B, None), num_exits_B)

@@ -7,17 +7,18 @@ D width, O and K a linear layer's outputs and inputs.
 
 import ctypes
 from collections.abc import Sequence
-from itertools import zip_longest
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from raytraced.experts import MLPS, Grid, MLPExperts, MLPLayer, Stream
 from raytraced.kernels import cpp_library as library
+from raytraced.kernels.cpp_function import Inputs, LibraryFunction, Outputs
 from raytraced.kernels.cpp_gradients import GradientHome, empty_gradient
-from raytraced.kernels.cpp_library import Int, LibraryCall, Pointer, PointerArray, fields, point, pointer_array
+from raytraced.kernels.cpp_library import Int, Pointer, PointerArray, fields, point, pointer_array
 
+METHODS = ("run_layer", "run_expert", "stacks")  # of a grid, which the library replaces
 STREAMS = ("residual", "skip-sum", "last")  # the numbers of cpu/experts.h
 # Experts whose layer is larger than this are shared out over threads; below, rows are, and each chunk of rows keeps its
 # own copy of the weights' gradients.
@@ -43,9 +44,26 @@ _forward = library.bind("raytraced_experts_forward", ctypes.POINTER(ExpertsArgs)
 _backward = library.bind("raytraced_experts_backward", ctypes.POINTER(ExpertsArgs))
 _plan = library.bind("raytraced_experts_plan", Int, Int, Int, Pointer, Int, Int, Pointer, Pointer, result=Int)
 
-# What a call is given and gives: spec (stream, and perhaps where the gradients go), data (active,), tensors (hidden, mix,
-# *weights, *biases): (B, D), (B, L, N), J of (L, N, O, K), J of (L, N, O), the latter of one layer without the axis L.
-_KEPT = ("states", "results", "rows", "offsets")  # (L − 1 or L, B, D), (P, D), (P or more,), (chunks, M + 1)
+_SAVED = ("states", "results", "rows", "offsets")  # (L − 1 or L, B, D), (P, D), (P or more,), (chunks, M + 1)
+
+
+class ExpertsOptions(NamedTuple):
+    """Numbers of one call, and in eager mode where the gradients of large weights belong."""
+
+    stream: int  # its place in STREAMS
+    homes: Sequence[GradientHome | None] = ()  # for each linear layer's weights, whose layers are run one by one
+    layer: int = 0  # the number of the layer that runs
+
+    def numbers(self) -> list[float]:
+        return [float(self.stream)]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[float]) -> "ExpertsOptions":
+        return cls(int(numbers[0]))
+
+    def num_states(self, num_layers: int) -> int:
+        """After how many layers the hidden vectors are kept: a sum needs the last one's, too."""
+        return num_layers if STREAMS[self.stream] == "skip-sum" else num_layers - 1
 
 
 def make_args(shape: Sequence[int], stream: int, chunk: int, parameters: Sequence[Tensor], **rest: Any) -> ExpertsArgs:
@@ -75,51 +93,65 @@ def sort_pairs(active_BM: Tensor, chunk: int, num_chunks: int) -> tuple[int, Ten
     return num_pairs, rows, offsets
 
 
-def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyped-def]
-    """Hidden vectors through all layers, each expert weighted; what is kept besides: hidden activations of all pairs."""
-    (hidden, mix, *parameters), active, stream = tensors, data[0], int(spec[0])
-    (B, L, N), D, weights = mix.shape, hidden.shape[-1], parameters[: len(parameters) // 2]
-    chunk = chunk_rows(B, L, weights)
-    num_pairs, rows, offsets = sort_pairs(active.view(B, L * N), chunk, max(1, -(-B // chunk)))
+class SparseExperts(LibraryFunction[ExpertsOptions]):
+    """Hidden vectors through all layers, each expert on its own rows and weighted.
 
-    out, like = torch.empty_like(hidden), hidden.new_empty
-    kept = [like(L if STREAMS[stream] == "skip-sum" else L - 1, B, D), like(num_pairs, D), rows, offsets]
-    inner = [like(num_pairs, -(-weight.shape[-2] // 16) * 16) for weight in weights[:-1]] if keep else []
-    rest = point(("hidden", "mix", "out", *_KEPT), (hidden, mix, out, *kept))
-    if keep:
-        rest["inner"] = pointer_array(inner)
-    library.run(_forward, "experts", make_args((B, L, N), stream, chunk, parameters, **rest))
-    return [out, kept[0], *kept, *inner] if keep else [out, kept[0]]
+    Data: the active set. Tensors: hidden (B, D), the experts' weights in the sum (B, L, N), J weights (L, N, O, K), J biases
+    (L, N, O); parameters of one layer have no axis L. Answers: the last vectors (B, D), and what each layer gave.
+    """
+
+    name: ClassVar[str] = "experts"
+    num_answers: ClassVar[int] = 2
+    options_type = ExpertsOptions
+
+    def empty(self, inputs: Inputs[ExpertsOptions]) -> Outputs:
+        hidden, mix = inputs.tensors[:2]
+        out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        return Outputs([out, hidden.new_empty(inputs.options.num_states(mix.shape[1]), *hidden.shape)])
+
+    def forward(self, inputs: Inputs[ExpertsOptions], keep: bool) -> Outputs:
+        """Saved: what each layer gave, the results of all pairs, the pairs, and hidden activations of all pairs."""
+        hidden, mix, *parameters = inputs.tensors
+        (active,), stream = inputs.data, inputs.options.stream
+        assert active is not None
+        (B, L, N), D, weights = mix.shape, hidden.shape[-1], parameters[: len(parameters) // 2]
+        chunk = chunk_rows(B, L, weights)
+        num_pairs, rows, offsets = sort_pairs(active.view(B, L * N), chunk, max(1, -(-B // chunk)))
+
+        (out, states), _, _ = self.empty(inputs)
+        saved = [states, hidden.new_empty(num_pairs, D), rows, offsets]
+        pointers: dict[str, Any] = point(("hidden", "mix", "out", *_SAVED), (hidden, mix, out, *saved))
+        inner = []
+        if keep:
+            inner = [hidden.new_empty(num_pairs, -(-weight.shape[-2] // 16) * 16) for weight in weights[:-1]]
+            pointers["inner"] = pointer_array(inner)
+        library.run(_forward, "experts", make_args((B, L, N), stream, chunk, parameters, **pointers))
+        return Outputs([out, states], saved=[*saved, *inner] if keep else [])
+
+    def backward(
+        self, inputs: Inputs[ExpertsOptions], saved: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Gradients of hidden, mix, weights and biases; experts without rows get zeros."""
+        (hidden, mix, *parameters), options = inputs.tensors, inputs.options
+        weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
+        grad_hidden, grad_mix, grad_results = map(torch.empty_like, (hidden, mix, saved[1]))
+        homes = options.homes or [None] * len(weights)
+        gradients = [
+            empty_gradient(weight) if home is None else home.place(options.layer)
+            for weight, home in zip(weights, homes, strict=True)
+        ]
+        gradients += [empty_gradient(bias) for bias in biases]
+        grad_out = torch.zeros_like(hidden) if grads[0] is None else grads[0]
+        pointers: dict[str, Any] = point(("hidden", "mix", *_SAVED), (hidden, mix, *saved[:4]))
+        names = ("grad_out", "grad_states", "grad_hidden", "grad_mix", "grad_results")
+        pointers |= point(names, (grad_out, grads[1], grad_hidden, grad_mix, grad_results))
+        pointers |= {"inner": pointer_array(saved[4:]), "gradients": pointer_array(gradients)}
+        chunk = chunk_rows(mix.shape[0], mix.shape[1], weights)
+        library.run(_backward, "experts", make_args(mix.shape, options.stream, chunk, parameters, **pointers))
+        return [grad_hidden, grad_mix, *gradients]
 
 
-def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[no-untyped-def]
-    """Gradients of hidden, mix, weights and biases; experts without rows get zeros."""
-    hidden, mix, *parameters = tensors
-    gradients = [torch.empty_like(hidden), torch.empty_like(mix), torch.empty_like(kept[1])]
-    homes, layer = spec[1] if len(spec) > 1 else ((), 0)
-    weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
-    for weight, home in zip_longest(weights, homes):
-        gradients.append(empty_gradient(weight) if home is None else home.place(layer))
-    gradients += [empty_gradient(bias) for bias in biases]
-    names = ("hidden", "mix", *_KEPT, "grad_out", "grad_states", "grad_hidden", "grad_mix", "grad_results")
-    grads = [torch.zeros_like(hidden) if grads[0] is None else grads[0], grads[1]]
-    rest = point(names, (hidden, mix, *kept[:4], *grads, *gradients[:3]))
-    rest |= {"inner": pointer_array(kept[4:]), "gradients": pointer_array(gradients[3:])}
-    chunk = chunk_rows(mix.shape[0], mix.shape[1], weights)
-    library.run(_backward, "experts", make_args(mix.shape, int(spec[0]), chunk, parameters, **rest))
-    return [*gradients[:2], *gradients[3:]]
-
-
-def _empty(spec, data, tensors) -> list[Tensor]:  # type: ignore[no-untyped-def]
-    hidden, num_layers = tensors[0], tensors[1].shape[1]
-    num_states = num_layers if STREAMS[int(spec[0])] == "skip-sum" else num_layers - 1
-    return [
-        torch.empty_like(hidden, memory_format=torch.contiguous_format),
-        hidden.new_empty(num_states, *hidden.shape),
-    ]
-
-
-call = LibraryCall("experts", forward, backward, _empty, num_answers=2, num_returned=2)
+call = SparseExperts()
 
 
 def is_custom(experts: Grid) -> bool:
@@ -127,7 +159,7 @@ def is_custom(experts: Grid) -> bool:
     if not isinstance(experts, MLPS):
         return True
     base = MLPLayer if isinstance(experts, MLPLayer) else MLPExperts
-    return not library.is_unchanged(experts, base, "run_layer", "run_expert", "stacks")
+    return not library.is_unchanged(experts, base, *METHODS)
 
 
 def unsupported_reason(
@@ -154,11 +186,11 @@ def run(
     assert isinstance(experts, MLPS)
     active_BLN, weights_BLN = active_BLN.detach().to(hidden_BD.dtype), weights_BLN.to(hidden_BD.dtype)
     weights, biases = experts.stacks()
-    spec: tuple[Any, ...] = (STREAMS.index(stream),)
+    options = ExpertsOptions(STREAMS.index(stream))
     if isinstance(experts, MLPLayer):
         homes = [weight if isinstance(weight, GradientHome) else None for weight in experts.all_weights]
-        spec = (*spec, (homes, experts.layer)) if any(homes) else spec
-    out_BD, states = call(spec, (active_BLN,), hidden_BD, weights_BLN, *weights, *biases)
+        options = options._replace(homes=homes, layer=experts.layer) if any(homes) else options
+    out_BD, states = call(options, (active_BLN,), hidden_BD, weights_BLN, *weights, *biases)
     if not exits:
         return out_BD
     above = states[: experts.num_layers - 1]

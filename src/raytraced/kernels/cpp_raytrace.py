@@ -7,9 +7,9 @@ Axes: B batch, L layers, N experts per layer, R rank of what gates see, T steps,
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,10 +17,15 @@ from torch import Tensor
 from raytraced.experts import Experts, MLPExperts, Stream
 from raytraced.kernels import cpp_experts, cpp_sequence
 from raytraced.kernels import cpp_library as library
-from raytraced.kernels.cpp_library import Float, Int, LibraryCall, Pointer, PointerArray, fields, pointer_array
+from raytraced.kernels.cpp_function import first_derivatives
+from raytraced.kernels.cpp_library import Float, Int, Pointer, PointerArray, fields
+from raytraced.kernels.cpp_sequence import RouteTensors
+from raytraced.kernels.operation import forced_reason
 from raytraced.routing import RoutingNetwork
 from raytraced.sequence import (
+    RATE_FLOOR,
     WEIGHTINGS,
+    Estimator,
     Route,
     StopPerRow,
     rates_to_one_weights,
@@ -32,17 +37,37 @@ from raytraced.sequence import (
 _MOST_ROWS = 64  # without gradients: beyond, the calls of the separate parts matter little, and they use all threads
 _MOST_WIDTHS = 18  # as cpu/raytrace.h has places
 _MOST_WEIGHTS = 2**14  # of one expert: larger ones are not what takes the time in the calls
+_NO_MEMORY = "raytraced experts: no memory for the library's scratch"
 COMPILING = "torch.compile and torch.export see the parts as operators"
-# The numbers of cpu/raytrace.h.
+# The numbers of cpu/raytrace.h, cpu/sequence.h and cpu/experts.h.
 _WEIGHTINGS: dict[Callable[..., Tensor] | None, int] = {
     unit_weights: 0,
     rates_to_one_weights: 1,
     rates_weights: 2,
     relative_weights: 3,
 }
+_ESTIMATORS = {name: number for number, name in enumerate(cpp_sequence.ESTIMATORS)}
+_STREAMS = {Stream(name): number for number, name in enumerate(cpp_experts.STREAMS)}
+# to make others of: a dtype that is named takes longer
+INT64, UINT8 = (torch.empty(0, dtype=dtype, device="cpu") for dtype in (torch.int64, torch.uint8))
 
 
-class KernelArgs(NamedTuple):
+class LayerParameters(NamedTuple):
+    """The parameters of a raytraced layer whose experts are MLPs, in the order in which the library reads them."""
+
+    tensors: tuple[
+        Tensor, ...
+    ]  # the maps of KernelArgs; gates; of each linear layer of the experts the weights, the biases
+    num_linears: int
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """The weights of the experts' linear layers, (L, N, O, K) each."""
+        return self.tensors[-2 * self.num_linears : -self.num_linears]
+
+
+@dataclass(frozen=True)
+class KernelArgs:
     """What a raytraced layer is made of."""
 
     routing: RoutingNetwork
@@ -53,23 +78,45 @@ class KernelArgs(NamedTuple):
     stream: Stream
     weight_scale: float = 1.0
 
-    def parameters(self) -> tuple[Tensor, ...]:
-        """Maps, gates, weights and biases of a grid of MLPs."""
+    @cached_property
+    def parameters(self) -> LayerParameters:
+        """All parameters, where the grid is one of MLPs."""
         assert isinstance(self.grid, MLPExperts)
         weights, biases = self.grid.stacks()
-        return *self.maps, *self.routing.gates(), *weights, *biases
+        return LayerParameters((*self.maps, *self.routing.gates(), *weights, *biases), len(weights))
+
+
+class RaytraceOptions(NamedTuple):
+    """Options of one call."""
+
+    stop: StopPerRow  # a tensor (B,) has a number for each row
+    estimator: Estimator
+    temperature: float
+    num_steps: int
+    seed: Tensor | None = None
+    rows_B: Tensor | None = None  # noqa: N815
+    exits: bool = False
+
+    @classmethod
+    def of(cls, hidden_BD: Tensor, options: dict[str, Any]) -> "RaytraceOptions":
+        """The options of an operation, with tensors as the library reads them."""
+        made = cls(**options)
+        if isinstance(made.stop, Tensor):
+            made = made._replace(stop=made.stop.to(hidden_BD).contiguous())
+        if made.rows_B is not None:
+            made = made._replace(rows_B=cpp_sequence.as_rows(made.seed, made.rows_B))
+        return made
 
 
 @library.mirrors
-class RaytraceArgs(ctypes.Structure):
-    """struct RaytraceArgs of cpu/raytrace.h."""
+class RaytraceLayer(ctypes.Structure):
+    """struct RaytraceLayer of cpu/raytrace.h."""
 
     _fields_ = [
-        ("sequence", cpp_sequence.SequenceArgs),
-        ("experts", cpp_experts.ExpertsArgs),
-        ("weighting", Int),
-        ("weight_scale", Float),
-        ("maps", Pointer * 4),
+        *fields("layers experts steps is_double estimator dominant rank linears stream weighting", Int),
+        *fields("temperature rate_floor output_counts weight_scale", Float),
+        ("widths", ctypes.POINTER(Int)),
+        ("parameters", PointerArray),
     ]
 
 
@@ -79,15 +126,13 @@ class RaytraceCall(ctypes.Structure):
 
     _fields_ = [
         *fields("batch threads chunk num_chunks", Int),
-        *fields("active rates output nodes num_active hidden stops seed rows out states start memory pairs", Pointer),
-        *fields("grad_out grad_states grad_start grad_output grad_active grad_rates", Pointer),
-        *fields("grad_hidden grad_first grad_inner", Pointer),
-        ("grad_maps", Pointer * 4),
+        *fields("active rates output nodes num_active hidden stops seed rows followed out states start", Pointer),
+        *fields("memory pairs grad_out grad_states grad_start grad_output grad_active grad_rates grad_hidden", Pointer),
         ("gradients", PointerArray),
     ]
 
 
-_KINDS = ctypes.POINTER(RaytraceArgs), ctypes.POINTER(RaytraceCall)
+_KINDS = ctypes.POINTER(RaytraceLayer), ctypes.POINTER(RaytraceCall)
 _once = library.bind("raytraced_raytrace", *_KINDS)
 _bytes = library.bind("raytraced_raytrace_bytes", *_KINDS, result=Int)
 _route = library.bind("raytraced_raytrace_route", *_KINDS, result=Int)
@@ -96,12 +141,12 @@ _back = library.bind("raytraced_raytrace_back", *_KINDS)
 
 
 def slower_reason(layer: KernelArgs, hidden_BD: Tensor, **options: Any) -> str | None:
-    """Why the parts one by one are better."""
+    """Why the parts one by one are better, None if they are not."""
     if torch.compiler.is_compiling():
         return COMPILING
     if not torch.is_grad_enabled() and not 1 <= hidden_BD.shape[0] <= _MOST_ROWS:
         return f"not 1 to {_MOST_ROWS} rows, and no gradient is wanted: the parts use all threads"
-    return too_large(layer.grid)
+    return too_large(layer.grid) or forced_reason("sequence", "experts")
 
 
 def too_large(grid: Experts) -> str | None:
@@ -112,214 +157,197 @@ def too_large(grid: Experts) -> str | None:
 
 
 def unsupported_reason(layer: KernelArgs, hidden_BD: Tensor, *, exits: bool = False, **options: Any) -> str | None:
-    """Why it is not possible."""
+    """Why the library cannot run this layer, None if it can."""
     if torch.compiler.is_compiling():
         return COMPILING
-    if exits and _hides_exits(layer):
+    if exits and (layer.stream is Stream.SKIP_SUM or not torch.is_grad_enabled()):
         return "exits of a sum, or without gradients"
-    grid = layer.grid
     if torch.is_autocast_enabled("cpu"):
         return "autocast is on"
+    if torch.is_grad_enabled() and torch._C._are_functorch_transforms_active():  # there is no public name for it
+        return "inside a transform of torch.func only operators may run"
     if WEIGHTINGS.get(layer.weighting) not in _WEIGHTINGS:
         return "a weighting that the library does not know"
-    if cpp_experts.is_custom(grid):
+    grid = layer.grid
+    if not isinstance(grid, MLPExperts) or not library.is_unchanged(grid, MLPExperts, *cpp_experts.METHODS):
         return "custom experts"
-    assert isinstance(grid, MLPExperts)
-    if cpp_sequence.is_custom(layer.routing):
+    if not library.is_unchanged(layer.routing, RoutingNetwork, *cpp_sequence.METHODS):
         return "a custom routing network"
-    if len(grid.widths) > _MOST_WIDTHS:
-        return "experts of many layers"
     if hidden_BD.dtype not in library.PRECISIONS:
         return "hidden vectors in half precision"
+    tensors, num_linears = layer.parameters
+    if num_linears >= _MOST_WIDTHS:
+        return "experts of many layers"
     (_, D), (gate_ND, _, *seen) = hidden_BD.shape, layer.maps
     L, N = layer.routing.num_layers, layer.routing.num_experts
     if gate_ND.shape != (N, D) or grid.widths[0] != D or (seen and seen[0].shape[1] != D):
         return "a gate or experts of another width"
-    if seen and (L == 1 or seen[1].shape != (L - 1, N, N + 1, len(seen[0]))):
+    if seen and (L == 1 or not len(seen[0]) or seen[1].shape != (L - 1, N, N + 1, len(seen[0]))):
         return "gates of another grid"
-    parameters = layer.parameters()
-    if not all([parameter.is_contiguous() for parameter in parameters]):
+    if not all(map(Tensor.is_contiguous, tensors)):
         return "parameters that are not contiguous"
-    return library.why_unfit((hidden_BD, *parameters), hidden_BD.dtype)
+    return library.why_unfit((hidden_BD, *tensors), hidden_BD.dtype)
 
 
-def _hides_exits(layer: KernelArgs) -> bool:
-    return layer.stream is Stream.SKIP_SUM or not torch.is_grad_enabled()
+def describe(layer: KernelArgs, parameters: LayerParameters, options: RaytraceOptions) -> RaytraceLayer:
+    """A layer with these parameters, as the library reads it."""
+    weights, stop = parameters.weights, options.stop
+    widths = [weights[0].shape[-1], *[weight.shape[-2] for weight in weights]]
+    return RaytraceLayer(
+        layer.routing.num_layers,
+        layer.routing.num_experts,
+        options.num_steps,
+        weights[0].dtype is torch.float64,
+        _ESTIMATORS[options.estimator],
+        isinstance(stop, str) and stop == "dominant",
+        layer.maps[2].shape[0] if len(layer.maps) > 2 else 0,
+        len(weights),
+        _STREAMS[layer.stream],
+        _WEIGHTINGS[WEIGHTINGS[layer.weighting]],
+        options.temperature,
+        RATE_FLOOR,
+        1.0 if isinstance(stop, str | Tensor) else stop,
+        layer.weight_scale,
+        (Int * len(widths))(*widths),
+        (Pointer * len(parameters.tensors))(*map(Tensor.data_ptr, parameters.tensors)),
+    )
 
 
-class PreparedArgs(NamedTuple):
-    """The arguments that describe a grid to the library, reused while the key is the same."""
+def _answer_pointers(answer: Tensor) -> tuple[int, int | None, int | None]:
+    """Where the last vectors are, those after each layer before, and the first input; the latter two with exits.
 
-    key: tuple[Any, ...]
-    args: RaytraceArgs
-    describe: Callable[[Sequence[Tensor]], RaytraceArgs]  # the same of parameters in another place
-    sizes: tuple[int, int, int]  # L, N, T
-    parameters: tuple[Tensor, ...]  # maps, gates, weights, biases
-    cuts: tuple[int, int]  # where the gates begin, and the weights
-    held: list[Tensor]  # what the key and the arguments speak of: no other tensor gets its name or its memory
-
-
-_prepared: WeakKeyDictionary[Experts, PreparedArgs] = WeakKeyDictionary()
-# to make others of: a dtype that is named takes longer
-INT64, UINT8 = (torch.empty(0, dtype=dtype, device="cpu") for dtype in (torch.int64, torch.uint8))
-
-
-def prepare(layer: KernelArgs, hidden_BD: Tensor, options: dict[str, Any]) -> PreparedArgs | None:
-    """The arguments that describe a grid, None where the library cannot run it; the options are those of a sequence."""
-    routing, grid, maps, weighting, stream, scale = layer
-    if torch.is_autocast_enabled("cpu") or cpp_experts.is_custom(grid) or cpp_sequence.is_custom(routing):
-        return None
-    if library.why_unfit((hidden_BD,)) is not None:
-        return None
-    parameters = layer.parameters()
-    try:
-        places = [(id(parameter), parameter.data_ptr(), parameter.is_contiguous()) for parameter in parameters]
-    except RuntimeError:  # inside a transform of torch.func
-        return None
-    key = hidden_BD.shape[1], hidden_BD.dtype, WEIGHTINGS.get(weighting), scale, stream, options, places
-    prepared = _prepared.get(grid)
-    if prepared is None or prepared.key != key:
-        if unsupported_reason(layer, hidden_BD) is not None:
-            return None
-        like_BN = hidden_BD.new_empty(1, routing.num_experts)
-        spec, _, gates = cpp_sequence.arrange(routing, like_BN, seed=None, rows_B=None, **options)
-        kinds = cpp_experts.STREAMS.index(stream), _WEIGHTINGS[WEIGHTINGS[weighting]], scale
-        cuts = len(maps), len(maps) + len(gates) - 1  # its entry is one of them
-        describe = partial(_describe, spec, *kinds, cuts)
-        sizes = routing.num_layers, routing.num_experts, options["num_steps"]
-        held = [*parameters, *(parameter.detach() for parameter in parameters)]
-        prepared = _prepared[grid] = PreparedArgs(key, describe(parameters), describe, sizes, parameters, cuts, held)
-    return prepared
-
-
-def _describe(
-    spec: Sequence[float],
-    stream: int,
-    weighting: int,
-    scale: float,
-    cuts: tuple[int, int],
-    parameters: Sequence[Tensor],
-) -> RaytraceArgs:
-    """What stays the same from call to call, as for one row; the spec is that of a sequence."""
-    maps, gates, rest = _cut(parameters, cuts)
-    L, N = int(spec[0]), len(maps[0])
-    sequence = cpp_sequence.make_args(spec, (), (maps[0].new_empty(1, N), *gates))
-    sequence.rank = len(maps[2]) if maps[2:] else 0
-    experts = cpp_experts.make_args((1, L, N), stream, 1, rest)
-    return RaytraceArgs(sequence, experts, weighting, scale, (Pointer * 4)(*[one.data_ptr() for one in maps]))
-
-
-def _cut(tensors: Sequence[Tensor], cuts: tuple[int, int]) -> tuple[Sequence[Tensor], ...]:
-    return tensors[: cuts[0]], tensors[cuts[0] : cuts[1]], tensors[cuts[1] :]
-
-
-# What a call is given and gives: spec (prepared arguments, exits, stops), data (seed, rows), tensors (hidden, *maps, *gates,
-# *weights, *biases); the experts' answer, and the tensors of a route.
-
-
-def separate_stops(stop: StopPerRow, hidden_BD: Tensor) -> tuple[Any, Tensor | None]:
-    """A rule for all rows, which the prepared arguments hold, and the numbers of each (B,), which a call brings."""
-    if not isinstance(stop, Tensor):
-        return stop, None
-    return "drawn", stop.to(hidden_BD).contiguous()
-
-
-def _make_call(prepared: PreparedArgs, stops_B, data, hidden_BD, route, answer, few: bool = False) -> RaytraceCall:  # type: ignore[no-untyped-def]
-    """What both passes tell; few rows go through in one chunk on one thread."""
-    B = chunk = hidden_BD.shape[0]
-    threads = num_chunks = 1
-    if not few:
-        rest = prepared.parameters[prepared.cuts[1] :]
-        chunk = cpp_experts.chunk_rows(B, prepared.sizes[0], rest[: len(rest) // 2])
-        threads, num_chunks = torch.get_num_threads(), max(1, -(-B // chunk))
-    pointers = [tensor.data_ptr() for tensor in (*route, hidden_BD)]
-    pointers.append(None if stops_B is None else stops_B.data_ptr())
-    pointers += [tensor.data_ptr() for tensor in data]
-    drawn = [None] * (2 - len(data))  # no seed, or no rows
-    return RaytraceCall(B, threads, chunk, num_chunks, *pointers, *drawn, *_places(prepared, hidden_BD, answer))
-
-
-def _places(prepared: PreparedArgs, hidden_BD: Tensor, answer: Tensor) -> tuple[int | None, ...]:
-    """Where the last vectors are, those after each layer before, and what they began with; the latter two with exits."""
+    The answer is (B, D), or with exits (L + 1, B, D).
+    """
     first = answer.data_ptr()
     if answer.ndim == 2:
         return first, None, None
-    return first + prepared.sizes[0] * hidden_BD.nbytes, first + hidden_BD.nbytes, first
+    exit_bytes = answer.nbytes // len(answer)
+    return first + (len(answer) - 1) * exit_bytes, first + exit_bytes, first
 
 
-def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyped-def]
-    """The experts' answer and the route; kept besides: what passes from one part to the next."""
-    (prepared, exits, stops_B), hidden_BD = spec, tensors[0]
-    (B, D), (L, N, T), real = hidden_BD.shape, prepared.sizes, hidden_BD.new_empty
-    route = cpp_sequence.empty_route(B, L, N, T, real, INT64.new_empty)
-    answer, few = real(L + 1, B, D) if exits else real(B, D), not keep and 1 <= B <= _MOST_ROWS
-    call = _make_call(prepared, stops_B, data, hidden_BD, route, answer, few)
-    if few:
-        library.run(_once, "raytraced experts", prepared.args, call)
-        return [answer, *route]
-    memory = UINT8.new_empty(_bytes(prepared.args, call))
+def _make_call(
+    options: RaytraceOptions, hidden_BD: Tensor, route: RouteTensors, answer: Tensor, weights: Sequence[Tensor] | None
+) -> RaytraceCall:
+    """What both passes tell; without the experts' weights, all rows go through in one chunk on one thread."""
+    B = chunk = hidden_BD.shape[0]
+    threads = num_chunks = 1
+    if weights is not None:
+        chunk = cpp_experts.chunk_rows(B, route.active.shape[1], weights)
+        threads, num_chunks = torch.get_num_threads(), max(1, -(-B // chunk))
+    stop, seed, rows_B = options.stop, options.seed, options.rows_B
+    return RaytraceCall(
+        B,
+        threads,
+        chunk,
+        num_chunks,
+        *map(Tensor.data_ptr, route),
+        hidden_BD.data_ptr(),
+        stop.data_ptr() if isinstance(stop, Tensor) else None,
+        None if seed is None else seed.data_ptr(),
+        None if rows_B is None else rows_B.data_ptr(),
+        None,
+        *_answer_pointers(answer),
+    )
+
+
+class _Result(NamedTuple):
+    """What a forward pass gives."""
+
+    answer: Tensor
+    route: RouteTensors
+    between: tuple[Tensor, ...]  # what passes from one part to the next: the backward pass reads it
+
+
+def _run_forward(layer: KernelArgs, options: RaytraceOptions, hidden_BD: Tensor, keep: bool) -> _Result:
+    (B, D), L, N = hidden_BD.shape, layer.routing.num_layers, layer.routing.num_experts
+    route = RouteTensors.empty(B, L, N, options.num_steps, hidden_BD.new_empty, INT64.new_empty)
+    answer = hidden_BD.new_empty((L + 1, B, D) if options.exits else (B, D))
+    described = describe(layer, layer.parameters, options)
+    if not keep and 1 <= B <= _MOST_ROWS:
+        if _once(described, _make_call(options, hidden_BD, route, answer, None)):
+            raise MemoryError(_NO_MEMORY)
+        return _Result(answer, route, ())
+    call = _make_call(options, hidden_BD, route, answer, layer.parameters.weights)
+    memory = UINT8.new_empty(_bytes(described, call))
     call.memory = memory.data_ptr()
-    num_bytes = _route(prepared.args, call)
+    num_bytes = _route(described, call)
     if num_bytes < 0:
-        raise MemoryError("raytraced experts: no memory for the library's scratch")
+        raise MemoryError(_NO_MEMORY)
     pairs = UINT8.new_empty(num_bytes)
     call.pairs = pairs.data_ptr()
-    library.run(_run, "raytraced experts", prepared.args, call)
-    return [answer, *route, *route[:3], answer, memory, pairs] if keep else [answer, *route]
+    if _run(described, call):
+        raise MemoryError(_NO_MEMORY)
+    return _Result(answer, route, (memory, pairs))
 
 
-def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[no-untyped-def]
-    """Gradients of hidden, maps, gates, weights and biases."""
-    prepared, (hidden_BD, *parameters) = spec[0], tensors
-    nodes_BT, num_active_B, active_BLN, rates_BLN, output_B, answer, memory, pairs = kept
-    grad_answer, grad_active, grad_rates, grad_output = grads
+def _run_backward(
+    layer: KernelArgs,
+    options: RaytraceOptions,
+    hidden_BD: Tensor,
+    parameters: LayerParameters,
+    result: _Result,
+    grads: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """Gradients of the hidden vectors and of all parameters, from those of answer, active set, rates and output rate."""
+    grad_answer, grad_active, grad_rates, grad_output = [None if g is None else g.contiguous() for g in grads]
+    answer, route, (memory, pairs) = result
     if grad_answer is None:
         grad_answer = torch.zeros_like(answer)
     # the library adds to these
-    grad_rates = torch.zeros_like(rates_BLN) if grad_rates is None else grad_rates.clone()
-    if prepared.args.sequence.estimator == cpp_sequence.ESTIMATORS.index("none"):
+    grad_rates = torch.zeros_like(route.rates) if grad_rates is None else grad_rates.clone()
+    if options.estimator == "none":
         grad_active = None
     else:
-        grad_active = torch.zeros_like(active_BLN) if grad_active is None else grad_active.clone()
-    grad_hidden, *gradients = [tensor.new_empty(tensor.shape) for tensor in tensors]
-    maps, gates, rest = _cut(gradients, prepared.cuts)
-    route = active_BLN, rates_BLN, output_B, nodes_BT, num_active_B
-    call = _make_call(prepared, None, data, hidden_BD, route, answer)
-    call.memory, call.pairs, call.gradients = memory.data_ptr(), pairs.data_ptr(), pointer_array(rest)
-    call.grad_out, call.grad_states, call.grad_start = _places(prepared, hidden_BD, grad_answer)
+        grad_active = torch.zeros_like(route.active) if grad_active is None else grad_active.clone()
+    grad_hidden = hidden_BD.new_empty(hidden_BD.shape)
+    gradients = [tensor.new_empty(tensor.shape) for tensor in parameters.tensors]
+    call = _make_call(options, hidden_BD, route, answer, parameters.weights)
+    call.memory, call.pairs = memory.data_ptr(), pairs.data_ptr()
+    call.gradients = (Pointer * len(gradients))(*map(Tensor.data_ptr, gradients))
+    call.grad_out, call.grad_states, call.grad_start = _answer_pointers(grad_answer)
     call.grad_output = None if grad_output is None else grad_output.data_ptr()
     call.grad_active = None if grad_active is None else grad_active.data_ptr()
     call.grad_rates, call.grad_hidden = grad_rates.data_ptr(), grad_hidden.data_ptr()
-    call.grad_first, call.grad_inner = [*[gate.data_ptr() for gate in gates], None, None][:2]
-    call.grad_maps = (Pointer * 4)(*[one.data_ptr() for one in maps])
-    moved = [one.data_ptr() for one in parameters] != [place for _, place, _ in prepared.key[-1]]
-    library.run(_back, "raytraced experts", prepared.describe(parameters) if moved else prepared.args, call)
+    if _back(describe(layer, parameters, options), call):
+        raise MemoryError(_NO_MEMORY)
     return [grad_hidden, *gradients]
 
 
-_call = LibraryCall(None, forward, backward, num_answers=4, num_returned=6)
+class _Raytrace(torch.autograd.Function):
+    """One library call forward, one backward."""
+
+    @staticmethod
+    def forward(ctx, layer, options, hidden_BD, *parameters):  # type: ignore[no-untyped-def]
+        answer, route, between = _run_forward(layer, options, hidden_BD, keep=True)
+        ctx.layer, ctx.options, ctx.num_parameters = layer, options, len(parameters)
+        ctx.save_for_backward(hidden_BD, *parameters, answer, *route, *between)
+        ctx.mark_non_differentiable(route.nodes, route.num_active)
+        ctx.set_materialize_grads(False)
+        return answer, *route
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        # Read once: checkpointing computes them when asked, and refuses to be asked again.
+        hidden_BD, *stored = ctx.saved_tensors
+        parameters, (answer, *rest) = stored[: ctx.num_parameters], stored[ctx.num_parameters :]
+        num_route = len(RouteTensors._fields)
+        result = _Result(answer, RouteTensors(*rest[:num_route]), tuple(rest[num_route:]))
+
+        def gradients(*grads):  # type: ignore[no-untyped-def]
+            # A parameter is kept itself, and may have been given other memory since.
+            present = LayerParameters(tuple([p.contiguous() for p in parameters]), ctx.layer.parameters.num_linears)
+            return _run_backward(ctx.layer, ctx.options, hidden_BD, present, result, grads[:4])
+
+        return None, None, *first_derivatives(gradients, grads, (hidden_BD, *parameters))
 
 
-def run(
-    layer: KernelArgs,
-    hidden_BD: Tensor,
-    *,
-    seed: Tensor | None,
-    rows_B: Tensor | None,
-    stop: StopPerRow,
-    exits: bool = False,
-    **options: Any,
-) -> tuple[Tensor, Route]:
+def run(layer: KernelArgs, hidden_BD: Tensor, **options: Any) -> tuple[Tensor, Route]:
     """Hidden vectors (B, D) -> hidden vectors (B, D), after 0, 1, … layers (L + 1, B, D) with `exits`, and the route."""
-    if exits and _hides_exits(layer):
-        return NotImplemented
-    options["stop"], stops_B = separate_stops(stop, hidden_BD)
-    prepared = prepare(layer, hidden_BD, options)
-    if prepared is None:
-        return NotImplemented
-    spec, data = (prepared, exits, stops_B), cpp_sequence.draws(seed, rows_B)
+    asked, hidden_BD = RaytraceOptions.of(hidden_BD, options), hidden_BD.contiguous()
     if torch.is_grad_enabled():
-        found = _call(spec, data, hidden_BD, *prepared.parameters)
-    else:  # straight to the library: one image waits for it
-        found = forward(spec, data, (hidden_BD.contiguous(),), False)
-    return found if found is NotImplemented else (found[0], cpp_sequence.as_route(found[1:], options["estimator"]))
+        tensors = hidden_BD, *layer.parameters.tensors
+        if any([tensor.requires_grad for tensor in tensors]):
+            answer, *route = _Raytrace.apply(layer, asked, *tensors)
+            return answer, RouteTensors(*route).as_route(asked.estimator)
+    answer, found, _ = _run_forward(layer, asked, hidden_BD, keep=False)
+    return answer, found.as_route(asked.estimator)

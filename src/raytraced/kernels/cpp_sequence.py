@@ -6,17 +6,19 @@ Axes: B batch, L layers, N experts per layer, M = L·N nodes, O = N + 1 outlets,
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from raytraced.kernels import cpp_library as library
+from raytraced.kernels.cpp_function import Inputs, LibraryFunction, Outputs
 from raytraced.kernels.cpp_gradients import empty_block
-from raytraced.kernels.cpp_library import Float, Int, LibraryCall, Pointer, fields, point
+from raytraced.kernels.cpp_library import Float, Int, Pointer, fields, point
 from raytraced.routing import Rates, RoutingNetwork
 from raytraced.sequence import RATE_FLOOR, Estimator, Route, StopPerRow
 
+METHODS = ("forward", "gates", "gate_weight")  # of a routing network, which the library replaces
 ESTIMATORS = ("straight-through", "reinmax", "gumbel", "none")  # the numbers of cpu/sequence.h
 _LARGE_BYTES = 2**22  # of a gradient, from which fresh pages cost more than the arithmetic on them
 
@@ -29,7 +31,8 @@ class SequenceArgs(ctypes.Structure):
         *fields("batch layers experts steps is_double estimator dominant threads rank", Int),
         *fields("temperature rate_floor output_counts", Float),
         *fields(
-            "first inner entry input_logits seen factor seed rows stops active nodes num_active rates output", Pointer
+            "first inner entry input_logits seen factor seed rows stops followed active nodes num_active rates output",
+            Pointer,
         ),
         *fields(
             "grad_active grad_rates grad_output grad_first grad_inner grad_entry grad_input_logits grad_seen grad_factor",
@@ -41,12 +44,59 @@ class SequenceArgs(ctypes.Structure):
 _forward = library.bind("raytraced_sequence_forward", ctypes.POINTER(SequenceArgs))
 _backward = library.bind("raytraced_sequence_backward", ctypes.POINTER(SequenceArgs))
 
-# What a call is given and gives: spec (L, T, estimator, dominant, temperature, sees, what the output counts, has stops), data,
-# tensors, and those of a route.
-DATA = {False: ("seed", "rows"), True: ("stops", "seed", "rows")}  # no seed: greedy; no rows: 0 … B − 1
-# (B, N), (N, O), (L − 2, N, O, N), gates as far as there are any; and, if gates see the input, (B, L − 1, N, O)
-_TENSORS = {False: ("entry", "first", "inner"), True: ("entry", "input_logits", "first", "inner")}
-ROUTE = ("active", "rates", "output", "nodes", "num_active")
+
+class SequenceOptions(NamedTuple):
+    """Numbers of one call."""
+
+    num_layers: int
+    num_steps: int
+    estimator: int  # its place in ESTIMATORS
+    temperature: float
+    output_counts: float  # how much the output node's rate counts in the choice
+    dominant: bool  # whether a sequence ends only when that rate exceeds all others
+    sees_input: bool  # whether gates also depend on the input
+
+    def numbers(self) -> list[float]:
+        return [float(number) for number in self]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[float]) -> "SequenceOptions":
+        num_layers, num_steps, estimator, temperature, output_counts, dominant, sees_input = numbers
+        whole = int(num_layers), int(num_steps), int(estimator)
+        return cls(*whole, temperature, output_counts, bool(dominant), bool(sees_input))
+
+
+DATA = ("stops", "seed", "rows")  # (B,): a stop for each row; no seed: greedy; no rows: 0 … B − 1
+
+
+def tensor_names(options: SequenceOptions) -> tuple[str, ...]:
+    """The names of the tensors: (B, N), (B, L − 1, N, O), then gates (N, O) and (L − 2, N, O, N), as far as there are any."""
+    gates = ("first", "inner")[: options.num_layers - 1]
+    return ("entry", "input_logits", *gates) if options.sees_input else ("entry", *gates)
+
+
+class RouteTensors(NamedTuple):
+    """What the library writes of a route."""
+
+    active: Tensor  # (B, L, N)
+    rates: Tensor  # (B, L, N)
+    output: Tensor  # (B,)
+    nodes: Tensor  # (B, T)
+    num_active: Tensor  # (B,)
+
+    @classmethod
+    def empty(
+        cls, B: int, L: int, N: int, T: int, real: Callable[..., Tensor], whole: Callable[..., Tensor]
+    ) -> "RouteTensors":
+        """Not filled in, of what makes tensors of real numbers and of whole ones."""
+        return cls(real(B, L, N), real(B, L, N), real(B), whole(B, T), whole(B))
+
+    def as_route(self, estimator: Estimator) -> Route:
+        """The operation's answer."""
+        active_BLN = self.active
+        if estimator == "none" and active_BLN.requires_grad:
+            active_BLN = active_BLN.detach()
+        return Route(active_BLN, self.nodes, self.num_active, Rates(self.rates, self.output))
 
 
 def arrange(
@@ -60,88 +110,84 @@ def arrange(
     seed: Tensor | None,
     rows_B: Tensor | None,
     input_logits_BLNO: Tensor | None = None,
-) -> tuple[tuple[Any, ...], list[Tensor], list[Tensor]]:
-    """The arguments of the operation as spec, data and tensors."""
+) -> Inputs[SequenceOptions]:
+    """The arguments of the operation as a library function takes them."""
     routing.check_entry(entry_BN)
-    stops = [stop.to(entry_BN)] if isinstance(stop, Tensor) else []
-    numbers = routing.num_layers, num_steps, ESTIMATORS.index(estimator), int(not stops and stop == "dominant")
+    stops_B = stop.to(entry_BN) if isinstance(stop, Tensor) else None
     seen = [] if input_logits_BLNO is None or routing.num_layers == 1 else [input_logits_BLNO]
-    counts = 1.0 if isinstance(stop, str | Tensor) else float(stop)
-    spec = (*numbers, float(temperature), bool(seen), counts, bool(stops))
+    options = SequenceOptions(
+        routing.num_layers, num_steps, ESTIMATORS.index(estimator), float(temperature), *stop_numbers(stop), bool(seen)
+    )
     tensors = [tensor.to(entry_BN.dtype) for tensor in (entry_BN, *seen, *routing.gates())]
-    return spec, [*stops, *draws(seed, rows_B)], tensors
+    return Inputs(options, [stops_B, seed, as_rows(seed, rows_B)], tensors)
 
 
-def draws(seed: Tensor | None, rows_B: Tensor | None) -> list[Tensor]:
-    """The data of a call's draws."""
-    if seed is None or rows_B is None:
-        return [] if seed is None else [seed]
-    return [seed, rows_B.to(seed.device, torch.int64).contiguous()]
+def stop_numbers(stop: StopPerRow) -> tuple[float, bool]:
+    """How much the output node's rate counts (1 where rows have a stop each), and whether it must dominate."""
+    if isinstance(stop, Tensor):
+        return 1.0, False
+    return (1.0, stop == "dominant") if isinstance(stop, str) else (float(stop), False)
 
 
-def make_args(
-    spec: Sequence[float], data: Sequence[Tensor], tensors: Sequence[Tensor], **pointers: int
-) -> SequenceArgs:
+def as_rows(seed: Tensor | None, rows_B: Tensor | None) -> Tensor | None:
+    """Row numbers as the library reads them; none are needed where nothing is drawn."""
+    return None if seed is None or rows_B is None else rows_B.to(seed.device, torch.int64).contiguous()
+
+
+def make_args(inputs: Inputs[SequenceOptions], **pointers: int) -> SequenceArgs:
     """The arguments of a library call."""
-    (L, T, estimator, dominant), (temperature, sees, output_counts, has_stops) = map(int, spec[:4]), spec[4:]
+    options, data, tensors = inputs
     (B, N), is_double = tensors[0].shape, tensors[0].dtype == torch.float64
     return SequenceArgs(
-        *(B, L, N, T, is_double, estimator, dominant, torch.get_num_threads(), 0),
-        *(temperature, RATE_FLOOR, output_counts),
-        **point(DATA[bool(has_stops)], data),
-        **point(_TENSORS[bool(sees)], tensors),
+        *(B, options.num_layers, N, options.num_steps, is_double, options.estimator, options.dominant),
+        *(torch.get_num_threads(), 0, options.temperature, RATE_FLOOR, options.output_counts),
+        **point(DATA, data),
+        **point(tensor_names(options), tensors),
         **pointers,
     )
 
 
-def empty(spec: Sequence[float], data: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of a route, not filled in."""
-    (B, N), like = tensors[0].shape, tensors[0].new_empty
-    return empty_route(B, int(spec[0]), N, int(spec[1]), like, partial(like, dtype=torch.int64))
+class ActivationSequence(LibraryFunction[SequenceOptions]):
+    """What each sample activates. Answers: active set, rates, output rate; besides: nodes, number of active experts."""
 
+    name: ClassVar[str] = "activation_sequence"
+    num_answers: ClassVar[int] = 3
+    options_type = SequenceOptions
 
-def empty_route(
-    B: int, L: int, N: int, T: int, real: Callable[..., Tensor], whole: Callable[..., Tensor]
-) -> list[Tensor]:
-    """The same, of what makes tensors of real numbers and of whole ones."""
-    return [real(B, L, N), real(B, L, N), real(B), whole(B, T), whole(B)]
+    def empty(self, inputs: Inputs[SequenceOptions]) -> Outputs:
+        (B, N), like = inputs.tensors[0].shape, inputs.tensors[0].new_empty
+        sizes = B, inputs.options.num_layers, N, inputs.options.num_steps
+        route = RouteTensors.empty(*sizes, like, partial(like, dtype=torch.int64))
+        return Outputs(list(route[:3]), list(route[3:]))
 
+    def forward(self, inputs: Inputs[SequenceOptions], keep: bool) -> Outputs:
+        outputs = self.empty(inputs)
+        route = point(RouteTensors._fields, (*outputs.answers, *outputs.others))
+        library.run(_forward, "activation sequence", make_args(inputs, **route))
+        return outputs
 
-def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyped-def]
-    """What each sample activates."""
-    route = empty(spec, data, tensors)
-    args = make_args(spec, data, tensors, **point(ROUTE, route))
-    library.run(_forward, "activation sequence", args)
-    return route
+    def backward(
+        self, inputs: Inputs[SequenceOptions], saved: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Gradients of the entry and of the gates, back through every draw, or through the final set's rates alone."""
+        gradients = [_empty_gradient(tensor) for tensor in inputs.tensors]
+        names = ("active", "rates", "output", *tensor_names(inputs.options))
+        pointers = point([f"grad_{name}" for name in names], (*grads, *gradients))
+        args = make_args(inputs, **point(("nodes", "num_active"), saved), **pointers)
+        library.run(_backward, "activation sequence", args)
+        return list(gradients)
 
 
 def _empty_gradient(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor) if tensor.nbytes < _LARGE_BYTES else torch.from_numpy(empty_block(tensor))
 
 
-def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[no-untyped-def]
-    """Gradients of the entry and of the gates, back through every draw, or through the final set's rates alone."""
-    gradients = [_empty_gradient(tensor) for tensor in tensors]
-    names = (*(f"grad_{name}" for name in ROUTE[:3]), *(f"grad_{name}" for name in _TENSORS[bool(spec[5])]))
-    args = make_args(spec, data, tensors, **point(ROUTE[3:], kept), **point(names, (*grads, *gradients)))
-    library.run(_backward, "activation sequence", args)
-    return gradients
-
-
-call = LibraryCall("activation_sequence", forward, backward, empty, num_answers=3, num_returned=5)
-
-
-def as_route(tensors: Sequence[Tensor], estimator: Estimator) -> Route:
-    """What a call gives as the operation's answer."""
-    active_BLN, rates_BLN, output_B, nodes_BT, num_active_B = tensors
-    if estimator == "none" and active_BLN.requires_grad:
-        active_BLN = active_BLN.detach()
-    return Route(active_BLN, nodes_BT, num_active_B, Rates(rates_BLN, output_B))
+call = ActivationSequence()
 
 
 def is_custom(routing: RoutingNetwork) -> bool:
     """Whether a subclass computes the rates in its own way."""
-    return not library.is_unchanged(routing, RoutingNetwork, "forward", "gates", "gate_weight")
+    return not library.is_unchanged(routing, RoutingNetwork, *METHODS)
 
 
 def unsupported_reason(
@@ -157,5 +203,5 @@ def unsupported_reason(
 
 def run(routing: RoutingNetwork, entry_BN: Tensor, **options: Any) -> Route:
     """What `raytraced.sequence.unroll` computes."""
-    spec, data, tensors = arrange(routing, entry_BN, **options)
-    return as_route(call(spec, data, *tensors), options["estimator"])
+    inputs = arrange(routing, entry_BN, **options)
+    return RouteTensors(*call(inputs.options, inputs.data, *inputs.tensors)).as_route(options["estimator"])

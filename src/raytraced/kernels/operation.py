@@ -1,22 +1,39 @@
 """An operation: one plain definition, any number of faster implementations, and the switch that forces one."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
 from raytraced.plugins import Plugin, load_plugin_object
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Kind = Literal["compiled", "plain", "steps"]
 
 VARIABLE = "RAYTRACED_KERNELS"
 OPERATIONS: dict[str, "Operation[Any, Any]"] = {}
-# What is forced: a word for an operation's name, or for all of them under ""; None until the environment was read, when an
-# operation is first called. A plain global, not a ContextVar: torch.compile can read it, and traces again when it changes.
-_forced: dict[str, str] | None = None
-_uses: list[dict[str, str]] = []
+
+
+class Forced(NamedTuple):
+    """What a switch forces: the name or kind of an implementation, for all operations and for single ones."""
+
+    everywhere: str | None = None
+    single: Mapping[str, str] = {}  # by the operation's name; goes before `everywhere`
+
+    def then(self, later: "Forced") -> "Forced":
+        """Both switches, one inside the other: one for all operations puts an end to all before it."""
+        if later.everywhere is not None:
+            return later
+        return Forced(self.everywhere, {**self.single, **later.single})
+
+
+_FREE = Forced()
+# None until the environment was read, when an operation is first called. A plain global, not a ContextVar: torch.compile can
+# read it, and traces again when it changes.
+_forced: Forced | None = None
+_uses: list[Forced] = []
 
 
 def _no_reason(*args: Any, **kwargs: Any) -> None:
@@ -25,19 +42,26 @@ def _no_reason(*args: Any, **kwargs: Any) -> None:
 
 @dataclass(frozen=True)
 class Implementation(Generic[P, R]):
-    """One way to run an operation, with the signature of its plain definition."""
+    """One way to run an operation.
+
+    Args:
+        name: The name by which it can be forced.
+        run: The function, with the signature of the operation's plain definition.
+        kind: "compiled", "plain" (PyTorch's operators) or "steps" (other operations, which choose for themselves).
+        unsupported_reason: Called with the same arguments: why this implementation cannot run them, None if it can.
+        slower_reason: Called with the same arguments: why a later one in the list is better for them, None if none is.
+    """
 
     name: str
     run: Callable[P, R]
-    kind: str = ""  # "plain": PyTorch's operators; "steps": other operations; nothing: compiled
-    unsupported_reason: Callable[..., str | None] = (
-        _no_reason  # why it is unable to take these arguments, None if it is able
-    )
-    slower_reason: Callable[..., str | None] = (
-        _no_reason  # why one after it is better for them, None if there is no reason
-    )
-    parts: tuple[str, ...] = ()  # operations that it does itself: it does not run where one of those is forced
-    declines: bool = False  # `run` itself gives NotImplemented where it cannot: to ask before would take too long
+    kind: Kind = "compiled"
+    unsupported_reason: Callable[..., str | None] = _no_reason
+    slower_reason: Callable[..., str | None] = _no_reason
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words that force it."""
+        return (self.name,) if self.kind == "compiled" else (self.name, self.kind)
 
 
 class Explanation(NamedTuple):
@@ -55,13 +79,11 @@ class Operation(Generic[P, R]):
         OPERATIONS[name] = self
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        for implementation in self.implementations if _forced == {} else self.allowed():
+        for implementation in self.implementations if _forced == _FREE else self.allowed():
             if implementation.slower_reason(*args, **kwargs) is not None:
                 continue
-            if implementation.declines or implementation.unsupported_reason(*args, **kwargs) is None:
-                result = implementation.run(*args, **kwargs)
-                if result is not NotImplemented:
-                    return result
+            if implementation.unsupported_reason(*args, **kwargs) is None:
+                return implementation.run(*args, **kwargs)
         return self._choose(*args, **kwargs)[0].run(*args, **kwargs)
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
@@ -73,15 +95,13 @@ class Operation(Generic[P, R]):
         able: list[Implementation[P, R]] = []
         refusals: list[str] = []
         for implementation in self.allowed():
-            better, unable = (
-                implementation.slower_reason(*args, **kwargs),
-                implementation.unsupported_reason(*args, **kwargs),
-            )
-            if better is None and unable is None:
+            slower = implementation.slower_reason(*args, **kwargs)
+            unsupported = implementation.unsupported_reason(*args, **kwargs)
+            if slower is None and unsupported is None:
                 return implementation, "; ".join(refusals) or "the first choice"
-            if unable is None:
+            if unsupported is None:
                 able.append(implementation)
-            refusals.append(f"not {implementation.name}: {unable or better}")
+            refusals.append(f"not {implementation.name}: {unsupported or slower}")
         if able:
             return able[0], "forced"
         raise ValueError(f"operation {self.name} cannot run as forced ({'; '.join(refusals)}): force nothing, or plain")
@@ -89,14 +109,21 @@ class Operation(Generic[P, R]):
     def allowed(self) -> tuple[Implementation[P, R], ...]:
         """The implementations that the switch leaves to choose from."""
         forced = _read_switch()
-        word = forced.get(self.name)
-        if word is not None:
-            return tuple(i for i in self.implementations if word in (i.name, i.kind))
+        if self.name in forced.single:
+            return tuple(i for i in self.implementations if forced.single[self.name] in i.words)
         # Steps are operations of their own, which obey; an operation without anything of this name is left free.
-        word = forced.get("")
-        free = tuple(i for i in self.implementations if not any(part in forced for part in i.parts))
-        chosen = tuple(i for i in free if word in (i.name, i.kind) or i.kind == "steps")
-        return chosen if word and chosen else free
+        chosen = tuple(i for i in self.implementations if forced.everywhere in i.words or i.kind == "steps")
+        return chosen if forced.everywhere and chosen else self.implementations
+
+
+def forced_reason(*operations: str) -> str | None:
+    """Why an implementation that replaces several operations is left aside: one of them is forced, and runs by itself."""
+    if _forced == _FREE:
+        return None
+    single = _read_switch().single
+    return next(
+        (f"{name}={single[name]} is forced, which this replaces" for name in operations if name in single), None
+    )
 
 
 def add_plugin(plugin: Plugin) -> None:
@@ -113,28 +140,27 @@ def add_plugin(plugin: Plugin) -> None:
     operation.implementations = (thing, *(one for one in operation.implementations if one.name != name))
 
 
-def _read_switch() -> dict[str, str]:
+def _read_switch() -> Forced:
     if _forced is None:
         word = os.environ.get(VARIABLE, "")
         _check(VARIABLE, word, OPERATIONS)
-        _set_switch([{"": word}] if word else [])
+        _set_switch([Forced(word)] if word else [])
     assert _forced is not None
     return _forced
 
 
-def _set_switch(uses: list[dict[str, str]]) -> None:
-    """The last word counts: one for all operations puts an end to all before it."""
+def _set_switch(uses: list[Forced]) -> None:
     global _uses, _forced
-    _uses, _forced = uses, {}
+    _uses, forced = uses, _FREE
     for each in uses:
-        _forced = each if "" in each else {**_forced, **each}
+        forced = forced.then(each)
+    _forced = forced
 
 
 def _check(name: str, word: str, kernels: "dict[str, Operation[Any, Any]]") -> None:
-    every = [i for operation in kernels.values() for i in operation.implementations]
-    known = sorted({word for i in every for word in (i.name, i.kind)} - {""})
+    known = {known for operation in kernels.values() for i in operation.implementations for known in i.words}
     if word and word not in known:
-        raise ValueError(f"{name}={word!r}: must be one of {', '.join(known)}")
+        raise ValueError(f"{name}={word!r}: must be one of {', '.join(sorted(known))}")
 
 
 @contextmanager
@@ -146,7 +172,7 @@ def use(word: str = "", **each: str) -> Iterator[None]:
         if name not in OPERATIONS:
             raise ValueError(f"{name}={value!r}: is no operation; must be one of {', '.join(OPERATIONS)}")
         _check(name, value, {name: OPERATIONS[name]})
-    mine = {"": word, **each} if word else each
+    mine = Forced(word or None, each)
     _set_switch([*_uses, mine])
     try:
         yield

@@ -5,14 +5,17 @@ Axes: B batch, L layers, N experts per layer, O = N + 1 outlets, T steps; G prog
 """
 
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from raytraced.kernels import cpp_sequence
-from raytraced.kernels.cpp_library import PRECISIONS, LibraryCall, why_unreadable
+from raytraced.kernels.cpp_function import Inputs, Outputs
+from raytraced.kernels.cpp_library import PRECISIONS, why_unreadable
+from raytraced.kernels.cpp_sequence import ActivationSequence, RouteTensors, SequenceOptions
 from raytraced.routing import RoutingNetwork
 from raytraced.sequence import RATE_FLOOR, Route
 
@@ -41,22 +44,27 @@ def launch(num_layers: int, num_experts: int) -> Launch:
     return Launch(num_layers, num_experts, Q, P, R, num_warps=max(2, R * P * P // 256))
 
 
-def _by_name(spec: Any, data: Any) -> dict[str, Tensor]:
-    """The data of a call, as far as there are any: "stops", "seed" and "rows"."""
-    return dict(zip(cpp_sequence.DATA[bool(spec[7])], data, strict=False))
+class KernelTensors(NamedTuple):
+    """What both kernels read; where there is none, another tensor that the kernel does not read."""
+
+    entry: Tensor
+    first: Tensor
+    inner: Tensor
+    input_logits: Tensor
+    seed: Tensor
+    rows: Tensor
+    stops: Tensor
+
+    @classmethod
+    def of(cls, inputs: Inputs[SequenceOptions]) -> "KernelTensors":
+        given = dict(zip(cpp_sequence.tensor_names(inputs.options), inputs.tensors, strict=True))
+        given |= {name: t for name, t in zip(cpp_sequence.DATA, inputs.data, strict=True) if t is not None}
+        return cls(*(given.get(name, given["entry"]) for name in cls._fields))
 
 
-def _fixed(spec: Any, data: Any) -> dict[str, Any]:
-    names = _by_name(spec, data)
-    return {"SEES": bool(spec[5]), "DRAWN": "seed" in names, "HAS_ROWS": "rows" in names}
-
-
-def _given(spec: Any, data: Any, tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """entry, first, inner, input_logits, seed, rows; where there is none, another tensor that the kernel does not read."""
-    entry, sees, names = tensors[0], bool(spec[5]), _by_name(spec, data)
-    input_logits, gates = tensors[1] if sees else entry, tensors[2 if sees else 1 :]
-    first, inner = (gates[0] if gates else entry), (gates[1] if len(gates) > 1 else entry)
-    return entry, first, inner, input_logits, names.get("seed", entry), names.get("rows", entry)
+def _fixed(inputs: Inputs[SequenceOptions]) -> dict[str, Any]:
+    _, seed, rows = inputs.data
+    return {"SEES": inputs.options.sees_input, "DRAWN": seed is not None, "HAS_ROWS": rows is not None}
 
 
 def _by_sender(inner: Tensor) -> Tensor:
@@ -64,60 +72,66 @@ def _by_sender(inner: Tensor) -> Tensor:
     return inner.permute(0, 3, 1, 2).contiguous() if inner.ndim == 4 else inner
 
 
-def forward(spec, data, tensors, keep) -> list[Tensor]:  # type: ignore[no-untyped-def]
-    """What each sample activates."""
-    from raytraced.kernels.triton_kernels import sequence_forward
+class TritonSequence(ActivationSequence):
+    """The same function, with the same tensors, on a GPU."""
 
-    route = cpp_sequence.empty(spec, data, tensors)
-    nodes, num_active = route[3:]
-    nodes.fill_(-1)
-    num_active.zero_()
-    entry, first, inner, input_logits, seed, rows = _given(spec, data, tensors)
-    stops = _by_name(spec, data).get("stops", entry)
-    (B, N), L = entry.shape, int(spec[0])
-    *sizes, num_warps = size = launch(L, N)
-    if B:
-        options = _fixed(spec, data) | {"RACE": int(spec[2]) == cpp_sequence.ESTIMATORS.index("gumbel")}
-        with _on(entry):
-            sequence_forward[(-(-B // size.R),)](
-                *(entry, first, _by_sender(inner), input_logits, seed, rows, stops, *route, B, int(spec[1]), *sizes),
-                **options,
-                DOMINANT=bool(spec[3]),
-                COUNTS=float(spec[6]),
-                HAS_STOPS=bool(spec[7]),
-                num_warps=num_warps,
-            )
-    return route
+    name: ClassVar[str] = "triton_sequence"
 
+    def forward(self, inputs: Inputs[SequenceOptions], keep: bool) -> Outputs:
+        from raytraced.kernels.triton_kernels import sequence_forward
 
-def backward(spec, data, tensors, kept, grads) -> list[Tensor]:  # type: ignore[no-untyped-def]
-    """Gradients of the entry and of the gates, back through every draw, or through the final set's rates alone."""
-    from raytraced.kernels.triton_kernels import sequence_backward
+        outputs, options = self.empty(inputs), inputs.options
+        route = RouteTensors(*outputs.answers, *outputs.others)
+        route.nodes.fill_(-1)
+        route.num_active.zero_()
+        given = KernelTensors.of(inputs)
+        (B, N), L = given.entry.shape, options.num_layers
+        *sizes, num_warps = size = launch(L, N)
+        if B:
+            with _on(given.entry):
+                sequence_forward[(-(-B // size.R),)](
+                    *given._replace(inner=_by_sender(given.inner)),
+                    *(*route, B, options.num_steps, *sizes),
+                    **_fixed(inputs),
+                    RACE=options.estimator == cpp_sequence.ESTIMATORS.index("gumbel"),
+                    DOMINANT=options.dominant,
+                    COUNTS=options.output_counts,
+                    HAS_STOPS=inputs.data[0] is not None,
+                    num_warps=num_warps,
+                )
+        return outputs
 
-    entry, first, inner, input_logits, seed, rows = _given(spec, data, tensors)
-    (B, N), L = entry.shape, int(spec[0])
-    *sizes, num_warps = size = launch(L, N)
-    G = num_programs(size, B, entry.element_size())
-    grad_entry, grad_input_logits = torch.zeros_like(entry), torch.zeros_like(input_logits)
-    grad_first = entry.new_zeros(G, *(first.shape if L > 1 else ()))
-    grad_inner = entry.new_zeros(G, *(inner.shape if L > 2 else ()))
-    splits = entry.new_empty(G * (L - 1) * size.R * size.P * (size.P + 1))
-    if B:
-        present = [grad is not None for grad in grads[:3]]
-        given = [entry if grad is None else grad for grad in grads[:3]]
-        temperature = entry.new_full((), spec[4], dtype=torch.float64)  # on the device, where a number would be single
-        with _on(entry):
-            sequence_backward[(G,)](
-                *(entry, first, _by_sender(inner), inner, input_logits, seed, rows, *kept, *given),
-                *(grad_entry, grad_first, grad_inner, grad_input_logits, splits, temperature, B, int(spec[1]), *sizes),
-                **_fixed(spec, data),
-                ESTIMATOR=int(spec[2]),
-                FLOOR=RATE_FLOOR,
-                **dict(zip(("HAS_ACTIVE", "HAS_RATES", "HAS_OUTPUT"), present, strict=True)),
-                num_warps=num_warps,
-            )
-    gates = [grad_first.sum(0), grad_inner.sum(0)][: min(max(L - 1, 0), 2)]
-    return [grad_entry, *([grad_input_logits] if spec[5] else []), *gates]
+    def backward(
+        self, inputs: Inputs[SequenceOptions], saved: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        from raytraced.kernels.triton_kernels import sequence_backward
+
+        options, (entry, first, inner, input_logits, seed, rows, _) = inputs.options, KernelTensors.of(inputs)
+        (B, N), L = entry.shape, options.num_layers
+        *sizes, num_warps = size = launch(L, N)
+        G = num_programs(size, B, entry.element_size())
+        grad_entry, grad_input_logits = torch.zeros_like(entry), torch.zeros_like(input_logits)
+        grad_first = entry.new_zeros(G, *(first.shape if L > 1 else ()))
+        grad_inner = entry.new_zeros(G, *(inner.shape if L > 2 else ()))
+        splits = entry.new_empty(G * (L - 1) * size.R * size.P * (size.P + 1))
+        if B:
+            present = [grad is not None for grad in grads]
+            given = [entry if grad is None else grad for grad in grads]
+            # on the device, where a number would be single
+            temperature = entry.new_full((), options.temperature, dtype=torch.float64)
+            gradients = grad_entry, grad_first, grad_inner, grad_input_logits
+            with _on(entry):
+                sequence_backward[(G,)](
+                    *(entry, first, _by_sender(inner), inner, input_logits, seed, rows, *saved, *given),
+                    *(*gradients, splits, temperature, B, options.num_steps, *sizes),
+                    **_fixed(inputs),
+                    ESTIMATOR=options.estimator,
+                    FLOOR=RATE_FLOOR,
+                    **dict(zip(("HAS_ACTIVE", "HAS_RATES", "HAS_OUTPUT"), present, strict=True)),
+                    num_warps=num_warps,
+                )
+        gates = [grad_first.sum(0), grad_inner.sum(0)][: min(max(L - 1, 0), 2)]
+        return [grad_entry, *([grad_input_logits] if options.sees_input else []), *gates]
 
 
 def num_programs(size: Launch, batch: int, item_bytes: int) -> int:
@@ -131,7 +145,7 @@ def _on(tensor: Tensor) -> Any:
     return torch.cuda.device_of(tensor)
 
 
-call = LibraryCall("triton_sequence", forward, backward, cpp_sequence.empty, num_answers=3, num_returned=5)
+call = TritonSequence()
 
 
 def unsupported_reason(
@@ -155,5 +169,5 @@ def unsupported_reason(
 
 def run(routing: RoutingNetwork, entry_BN: Tensor, **options: Any) -> Route:
     """What `raytraced.sequence.unroll` computes."""
-    spec, data, tensors = cpp_sequence.arrange(routing, entry_BN, **options)
-    return cpp_sequence.as_route(call(spec, data, *tensors), options["estimator"])
+    inputs = cpp_sequence.arrange(routing, entry_BN, **options)
+    return RouteTensors(*call(inputs.options, inputs.data, *inputs.tensors)).as_route(options["estimator"])

@@ -81,7 +81,8 @@ class InputBlock(nn.Module):
                 f"images have shape {tuple(images.shape)}: must be (batch, {', '.join(map(str, self.image_shape))})"
             )
         if images.dtype == torch.uint8:
-            return images.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
+            scale = self.scale  # Hot path at batch size 1: look it up once.
+            return images.to(scale.dtype).mul_(scale).add_(self.shift)
         if not images.is_floating_point():
             raise ValueError(f"images are {images.dtype}: must be uint8, or floats in 0 … 1")
         if not self.normalises:

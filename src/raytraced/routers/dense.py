@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from raytraced.errors import require
 from raytraced.experts import StreamName, make_grid, run_stream
-from raytraced.layer import Call, Choice, LayerOutput, RoutedLayer, Router, make_layer_output
+from raytraced.layer import Call, Choice, LayerOutput, RoutedLayer, Router
 from raytraced.sequence import Route
 
 
@@ -71,9 +71,8 @@ class DenseBlocks(RoutedLayer):
         """Run every block on all rows (B, D), without sorting and weights."""
         active_BL1 = self.router.plan(hidden_BD, call).active  # type: ignore[union-attr]
         answer = run_stream(self.stream, self.num_blocks, hidden_BD, self.run_block, call.exits)
-        return make_layer_output(
-            self.read_out(answer), call, Route(active_BL1, None, active_BL1.sum((-1, -2)).long(), None)
-        )
+        route = Route(active_BL1, None, active_BL1.sum((-1, -2)).long(), None)
+        return self.output(hidden_BD, self.read_out(answer), route)
 
     def run_step(self, layer: Any, hidden_nD: Tensor, active_nN: Tensor, weights_nN: Tensor) -> Tensor:
         result_nD: Tensor = layer.run_expert(0, 0, hidden_nD)

@@ -27,7 +27,6 @@ from raytraced.layer import (
     Router,
     flat,
     flat_stop,
-    make_layer_output,
 )
 from raytraced.replay import follow_sequence
 from raytraced.rng import RandomSource, log_uniform, new_seed
@@ -169,6 +168,14 @@ def check_stop_range(stop_range: Any) -> tuple[float, float]:
     return low, high
 
 
+def _member(module: nn.Module, name: str) -> Any:
+    """getattr(module, name). Hot path at batch size 1: nn.Module's look-up of a parameter or a part takes 1 µs."""
+    found: Any = module._parameters.get(name)
+    if found is None:
+        found = module._modules.get(name)
+    return getattr(module, name) if found is None else found
+
+
 class RaytracedRouter(Fusable, Router):
     """The paper's router: an entry gate on the hidden vector, the routing network, and the activation sequence.
 
@@ -216,9 +223,9 @@ class RaytracedRouter(Fusable, Router):
 
     def input_maps(self) -> tuple[Tensor, ...]:
         """The linear maps of the hidden vector: the entry gate's weight and bias, then the two of input-conditioned gates."""
-        gate, sight_in = self.gate, self.sight_in  # Hot path at batch size 1: avoid nn.Module attribute look-ups.
-        entry = gate["weight"], gate["bias"]
-        return entry if sight_in is None else (*entry, sight_in, self.sight_out)
+        gate, sight_in = _member(self, "gate"), _member(self, "sight_in")
+        entry = _member(gate, "weight"), _member(gate, "bias")
+        return entry if sight_in is None else (*entry, sight_in, _member(self, "sight_out"))
 
     def resolve_select(self, call: Call) -> Select:
         """How nodes are chosen: as the call asks, else greedily in evaluation and by `train_select` in training."""
@@ -393,7 +400,7 @@ class RaytracedExperts(Fusable, RoutedLayer):
             warnings.warn(f"RaytracedExperts({dim}, {shape}): its gates never learn to route: {reason}", stacklevel=2)
 
     def run(self, hidden_BD: Tensor, call: Call) -> LayerOutput:
-        router = self.router  # Hot path at batch size 1: avoid nn.Module attribute look-ups.
+        router: RaytracedRouter = _member(self, "router")
         if torch.is_grad_enabled() and router.config.mask_gradient == "all":
             return self.run_all(hidden_BD, call)
         if call.route is not None or not (self.fuses and router.fuses):
@@ -403,14 +410,14 @@ class RaytracedExperts(Fusable, RoutedLayer):
         answer, route = kernels.raytrace(
             self.kernel_args(router), hidden_BD, exits=call.exits, seed=seed, rows_B=call.rows, **options
         )
-        return make_layer_output(answer, call, route)
+        return self.output(hidden_BD, answer, route)
 
     def run_all(self, hidden_BD: Tensor, call: Call) -> LayerOutput:
         """Run every expert on every row: the gradient of an inactive expert's mask is what the expert would give."""
         plan = self.router.plan(hidden_BD, call)
         assert plan.route is not None
         answer = run_dense(self.experts, hidden_BD, plan.active, plan.weights, self.stream, call.exits, True)
-        return make_layer_output(answer, call, plan.route)
+        return self.output(hidden_BD, answer, plan.route)
 
     def run_step(self, layer: Any, hidden_nD: Tensor, active_nN: Tensor, weights_nN: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.router.config.mask_gradient == "all":
@@ -447,7 +454,12 @@ class RaytracedExperts(Fusable, RoutedLayer):
         """The parts of the layer that one compiled call reads."""
         config = router.config
         return kernels.KernelArgs(
-            router.routing, self.experts, router.input_maps(), config.weighting, self.stream, config.weight_scale
+            _member(router, "routing"),
+            _member(self, "experts"),
+            router.input_maps(),
+            config.weighting,
+            self.stream,
+            config.weight_scale,
         )
 
     def extra_repr(self) -> str:

@@ -79,7 +79,7 @@ template <typename T> struct Block {
     one.batch = n, one.threads = 1, one.entry = between.entry, one.active = routed.active, one.rates = routed.rates;
     one.output = routed.output, one.nodes = routed.nodes, one.num_active = routed.num_active;
     if (call.stops) one.stops = stops;
-    if (one.rank) one.seen = between.seen, one.factor = args.maps[3];
+    if (one.rank) one.seen = between.seen, one.factor = args.table.maps[3];
     if (raytraced_sequence_forward(&one)) return false;
     kernel.weigh(pass, 0, n);
     for (i64 i = 0; i < n; ++i) {
@@ -162,9 +162,10 @@ struct Job {
 }  // namespace raytraced
 
 // Returns 0, or 1 where memory has run out.
-extern "C" int raytraced_early_exit(const raytraced::RaytraceArgs* args, const raytraced::EarlyExitCall* call) {
+extern "C" int raytraced_early_exit(const raytraced::RaytraceLayer* layer, const raytraced::EarlyExitCall* call) {
   using namespace raytraced;
-  Job job{*args, *call};
+  const RaytraceArgs args(*layer);
+  Job job{args, *call};
   parallel((call->batch + BLOCK - 1) / BLOCK, call->threads, Job::block, &job);
   return job.failed;
 }

@@ -12,7 +12,7 @@ extern "C" long long raytraced_size_of(const char* name) {
     const char* name;
     long long bytes;
   } sizes[] = {{"SequenceArgs", sizeof(SequenceArgs)}, {"ExpertsArgs", sizeof(ExpertsArgs)},
-               {"RaytraceArgs", sizeof(RaytraceArgs)}, {"RaytraceCall", sizeof(RaytraceCall)},
+               {"RaytraceLayer", sizeof(RaytraceLayer)}, {"RaytraceCall", sizeof(RaytraceCall)},
                {"EarlyExitCall", sizeof(EarlyExitCall)}, {"ConvolutionArgs", sizeof(ConvolutionArgs)}};
   for (const auto& one : sizes)
     if (!std::strcmp(one.name, name)) return one.bytes;

@@ -83,16 +83,18 @@ struct Pass : RaytracePass {
   }
   void share(void (*part)(void*, long long)) { parallel(num_ranges, call.threads, part, this); }
 
+  RaytraceTable gradients() const { return {call.gradients, args.sequence.rank, args.sequence.layers}; }
   SequenceArgs sequence() const {
     SequenceArgs one = args.sequence;
     one.batch = call.batch, one.threads = call.threads, one.seed = call.seed, one.rows = call.rows, one.entry = between.entry;
-    one.stops = call.stops;
+    one.stops = call.stops, one.followed = call.followed;
     one.active = call.active, one.rates = call.rates, one.output = call.output;
     one.nodes = call.nodes, one.num_active = call.num_active;
-    if (one.rank) one.seen = between.seen, one.factor = args.maps[3];
+    if (one.rank) one.seen = between.seen, one.factor = args.table.maps[3];
     one.grad_active = call.grad_active, one.grad_rates = call.grad_rates, one.grad_output = call.grad_output;
-    one.grad_first = call.grad_first, one.grad_inner = call.grad_inner, one.grad_entry = between.grad_entry;
-    one.grad_seen = between.grad_seen, one.grad_factor = call.grad_maps[3];
+    const RaytraceTable gradients = this->gradients();
+    one.grad_first = gradients.gates[0], one.grad_inner = gradients.gates[1], one.grad_entry = between.grad_entry;
+    one.grad_seen = between.grad_seen, one.grad_factor = gradients.maps[3];
     return one;
   }
   ExpertsArgs experts(bool keep) const {
@@ -102,7 +104,8 @@ struct Pass : RaytracePass {
     one.states = between.states, one.out = call.out, one.results = between.results;
     one.inner = keep ? between.inner : nullptr;
     one.grad_out = call.grad_out, one.grad_states = call.grad_states, one.grad_hidden = call.grad_hidden;
-    one.grad_mix = between.grad_mix, one.grad_results = between.grad_results, one.gradients = call.gradients;
+    one.grad_mix = between.grad_mix, one.grad_results = between.grad_results;
+    one.gradients = gradients().experts;
     return one;
   }
 
@@ -151,9 +154,10 @@ struct Pass : RaytracePass {
       const T* more = (const T*)(partial + index * partial_bytes());
       for (long long i = 0; i < num_maps(); ++i) sum[i] += more[i];
     }
-    std::memcpy(call.grad_maps[0], sum, N * D * sizeof(T));
-    std::memcpy(call.grad_maps[1], sum + N * D, N * sizeof(T));
-    if (args.sequence.rank) std::memcpy(call.grad_maps[2], sum + N * D + N, args.sequence.rank * D * sizeof(T));
+    const RaytraceTable gradients = this->gradients();
+    std::memcpy(gradients.maps[0], sum, N * D * sizeof(T));
+    std::memcpy(gradients.maps[1], sum + N * D, N * sizeof(T));
+    if (args.sequence.rank) std::memcpy(gradients.maps[2], sum + N * D + N, args.sequence.rank * D * sizeof(T));
   }
 };
 
@@ -162,10 +166,11 @@ struct Pass : RaytracePass {
 
 // Hidden vectors to hidden vectors, with what was activated for them, all in the library's own memory; returns 0, or 1 where
 // that has run out.
-extern "C" int raytraced_raytrace(const raytraced::RaytraceArgs* args, const raytraced::RaytraceCall* call) {
+extern "C" int raytraced_raytrace(const raytraced::RaytraceLayer* layer, const raytraced::RaytraceCall* call) {
   using namespace raytraced;
-  Pass pass(*args, *call);
-  const long long most = call->batch * args->experts.nodes(), first = pass.lay_out(nullptr);
+  const RaytraceArgs args(*layer);
+  Pass pass(args, *call);
+  const long long most = call->batch * args.experts.nodes(), first = pass.lay_out(nullptr);
   char* memory = (char*)scratch(BETWEEN, first + pass.lay_out_pairs(nullptr, most));
   if (!memory) return 1;
   pass.lay_out(memory), pass.lay_out_pairs(memory + first, most);
@@ -173,25 +178,29 @@ extern "C" int raytraced_raytrace(const raytraced::RaytraceArgs* args, const ray
 }
 
 // The same with gradients, in memory that the caller keeps for the backward pass: `memory`, of so many bytes, and `pairs`.
-extern "C" long long raytraced_raytrace_bytes(const raytraced::RaytraceArgs* args, const raytraced::RaytraceCall* call) {
-  return raytraced::Pass(*args, *call).lay_out(nullptr);
+extern "C" long long raytraced_raytrace_bytes(const raytraced::RaytraceLayer* layer, const raytraced::RaytraceCall* call) {
+  const raytraced::RaytraceArgs args(*layer);
+  return raytraced::Pass(args, *call).lay_out(nullptr);
 }
 
 // Who runs, and with which weight; returns how many bytes `pairs` needs, or -1 where memory has run out.
-extern "C" long long raytraced_raytrace_route(const raytraced::RaytraceArgs* args, const raytraced::RaytraceCall* call) {
-  raytraced::Pass pass(*args, *call);
+extern "C" long long raytraced_raytrace_route(const raytraced::RaytraceLayer* layer, const raytraced::RaytraceCall* call) {
+  const raytraced::RaytraceArgs args(*layer);
+  raytraced::Pass pass(args, *call);
   pass.lay_out(call->memory);
   return pass.route() ? pass.lay_out_pairs(nullptr, pass.num_pairs()) : -1;
 }
 
-extern "C" int raytraced_raytrace_run(const raytraced::RaytraceArgs* args, const raytraced::RaytraceCall* call) {
-  raytraced::Pass pass(*args, *call);
+extern "C" int raytraced_raytrace_run(const raytraced::RaytraceLayer* layer, const raytraced::RaytraceCall* call) {
+  const raytraced::RaytraceArgs args(*layer);
+  raytraced::Pass pass(args, *call);
   pass.lay_out(call->memory), pass.lay_out_pairs(call->pairs, pass.num_pairs());
   return pass.run(true);
 }
 
-extern "C" int raytraced_raytrace_back(const raytraced::RaytraceArgs* args, const raytraced::RaytraceCall* call) {
-  raytraced::Pass pass(*args, *call);
+extern "C" int raytraced_raytrace_back(const raytraced::RaytraceLayer* layer, const raytraced::RaytraceCall* call) {
+  const raytraced::RaytraceArgs args(*layer);
+  raytraced::Pass pass(args, *call);
   pass.lay_out(call->memory), pass.lay_out_pairs(call->pairs, pass.num_pairs());
   return pass.back();
 }

@@ -10,13 +10,47 @@ namespace raytraced {
 // The numbers of cpp_raytrace.py.
 enum Weighting : long long { UNIT = 0, RATES_TO_ONE = 1, RATES = 2, RELATIVE = 3 };
 
-// As class RaytraceArgs in cpp_raytrace.py: what stays the same from call to call; what a call brings is not filled in.
+// As class RaytraceLayer in cpp_raytrace.py: a layer, and how its sequences are found; every field takes 8 bytes.
+struct RaytraceLayer {
+  long long layers, experts, steps, is_double, estimator, dominant, rank, linears, stream, weighting;
+  double temperature, rate_floor, output_counts, weight_scale;
+  const long long* widths;  // (J + 1), as in experts.h
+  void* const* parameters;  // as RaytraceTable has them
+};
+
+// A table of pointers to all parameters of a layer, or to their gradients, by name; a null table gives null pointers.
+struct RaytraceTable {
+  void* maps[4] = {};     // of the hidden vector: the entry gate's (N, D) and (N); if gates see (R > 0), (R, D) and (L-1, N, O, R)
+  void* gates[2] = {};    // (N, O) and (L-2, N, O, N), as far as there are any
+  void* const* experts = nullptr;  // weights and biases, as in experts.h
+
+  RaytraceTable(void* const* table, long long rank, long long layers) {
+    if (!table) return;
+    for (long long i = 0; i < (rank ? 4 : 2); ++i) maps[i] = *table++;
+    for (long long i = 0; i < 2 && i < layers - 1; ++i) gates[i] = *table++;
+    experts = table;
+  }
+};
+
+// The same as arguments of the parts; what a call brings is not filled in.
 struct RaytraceArgs {
   SequenceArgs sequence;
   ExpertsArgs experts;
   long long weighting;
   double weight_scale;  // of all weights
-  const void* maps[4];  // of the hidden vector: the entry gate's (N, D) and (N); if gates see, (R, D) and (L-1, N, O, R)
+  RaytraceTable table;
+
+  explicit RaytraceArgs(const RaytraceLayer& layer)
+      : sequence(), experts(), weighting(layer.weighting), weight_scale(layer.weight_scale),
+        table(layer.parameters, layer.rank, layer.layers) {
+    sequence.layers = experts.layers = layer.layers, sequence.experts = experts.experts = layer.experts;
+    sequence.is_double = experts.is_double = layer.is_double, sequence.steps = layer.steps;
+    sequence.estimator = layer.estimator, sequence.dominant = layer.dominant, sequence.rank = layer.rank;
+    sequence.temperature = layer.temperature, sequence.rate_floor = layer.rate_floor;
+    sequence.output_counts = layer.output_counts, sequence.first = table.gates[0], sequence.inner = table.gates[1];
+    experts.linears = layer.linears, experts.stream = layer.stream;
+    experts.widths = layer.widths, experts.parameters = table.experts;
+  }
 };
 
 // As class RaytraceCall in cpp_raytrace.py: what a call brings; every field takes 8 bytes, tensors are contiguous.
@@ -25,15 +59,14 @@ struct RaytraceCall {
   void *active, *rates, *output;           // as in sequence.h
   long long *nodes, *num_active;
   const void* hidden;                      // (B, D)
-  const void* stops;                       // as in sequence.h, and so the next two
-  const long long *seed, *rows;
+  const void* stops;                       // as in sequence.h, and so the next three
+  const long long *seed, *rows, *followed;
   void *out, *states, *start;              // (B, D); with exits (L-1, B, D) and (B, D), else null: each layer's output, and the first input
   void *memory, *pairs;                    // for what passes from one part to the next, see RaytraceBetween
   const void *grad_out, *grad_states, *grad_start, *grad_output;
   void *grad_active, *grad_rates;          // (B, L, N): what came from outside, and then what comes from the weights too
-  void *grad_hidden, *grad_first, *grad_inner;
-  void* grad_maps[4];
-  void* const* gradients;
+  void* grad_hidden;
+  void* const* gradients;                  // as the layer's parameters
 };
 
 // As class EarlyExitCall in cpp_early_exit.py: each row leaves with the first answer that is confident enough. Y classes, S steps.

@@ -29,7 +29,7 @@ template <typename T> struct Raytrace {
   static void enter(const RaytracePass& pass, i64 begin, i64 end) {
     const RaytraceArgs& args = pass.args;
     const i64 N = args.sequence.experts, R = args.sequence.rank, D = args.experts.dim();
-    const T* const* maps = (const T* const*)args.maps;
+    const T* const* maps = (const T* const*)args.table.maps;
     for (i64 b = begin; b < end; ++b) {
       const T* hidden = (const T*)pass.call.hidden + b * D;
       T *entry = (T*)pass.between.entry + b * N, *seen = (T*)pass.between.seen + b * R, total = 0;
@@ -45,7 +45,7 @@ template <typename T> struct Raytrace {
   static void enter_back(const RaytracePass& pass, void* partial, i64 begin, i64 end) {
     const RaytraceArgs& args = pass.args;
     const i64 N = args.sequence.experts, R = args.sequence.rank, D = args.experts.dim();
-    const T* const* maps = (const T* const*)args.maps;
+    const T* const* maps = (const T* const*)args.table.maps;
     T *weight = (T*)partial, *bias = weight + N * D, *into = bias + N;
     for (i64 i = 0; i < pass.num_maps(); ++i) weight[i] = 0;
     for (i64 b = begin; b < end; ++b) {

@@ -15,6 +15,7 @@ struct SequenceArgs {
   const void *input_logits, *seen, *factor;
   const long long *seed, *rows;       // one number, null for greedy; (B,), null for 0 ... B-1
   const void* stops;                  // (B,), in place of output_counts, a number for each sample; or null
+  const long long* followed;          // (B, T), the nodes of a recorded sequence, -1 after the last; null: they are chosen
   void* active;                       // (B, M)
   long long *nodes, *num_active;      // (B, T), (B,)
   void *rates, *output;               // (B, M), (B,)

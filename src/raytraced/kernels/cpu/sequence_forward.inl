@@ -198,9 +198,10 @@ template <class S> struct Forward {
     i64* nodes = args.nodes + b * args.steps;
     i64 step = 0;
     T output = 0;
-    for (; can_draw && step < args.steps; ++step) {
-      const int node = draw.choose(probs, mass, peak, output, depth, (int)step);
-      if (node == M) break;
+    const i64* followed = args.followed ? args.followed + b * args.steps : nullptr;
+    for (; (followed || can_draw) && step < args.steps; ++step) {
+      const int node = followed ? (int)followed[step] : draw.choose(probs, mass, peak, output, depth, (int)step);
+      if (node < 0 || node == M) break;
       nodes[step] = node;
       activate(node / N, node % N);
       output = 0;
