@@ -173,6 +173,11 @@ class Router(nn.Module):
             raise ValueError("select, max_experts and stop: this router supports none of them; use a raytraced layer")
         return None
 
+    @property
+    def may_plan(self) -> bool:
+        """Whether the router has a `plan` of its own, so that the vectors of the first step may decide on all steps."""
+        return type(self).plan is not Router.plan
+
     def alike(self, call: Call) -> bool:
         """Whether equal vectors get equal plans in one call, so that a plan can be made once and looked up."""
         return False

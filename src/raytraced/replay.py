@@ -5,6 +5,7 @@ Axes: B batch, S steps of a layer, L layers, N experts per layer, M = L·N nodes
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from raytraced.routing import RoutingNetwork
 from raytraced.sequence import Estimator, Route, _Draw, _DrawBothWays, any_seen
@@ -38,6 +39,37 @@ def check_followed(recorded: Route | None, active_BSN: Tensor, name: str) -> Non
         raise ValueError(f"route: {name} did not follow it; {rule}")
 
 
+def check_gradient(recorded: Route, estimator: Estimator) -> None:
+    """Refuse a recorded route that does not say what the gradient of its draws depends on."""
+    if estimator == "none" or not torch.is_grad_enabled():
+        return
+    if estimator == "gumbel":
+        raise ValueError(
+            "estimator=gumbel: a route has no random numbers, on which its gradient depends;"
+            " replay under torch.no_grad()"
+        )
+    if recorded.nodes is None:
+        raise ValueError(f"estimator={estimator}: a route without the order of its nodes has no draws to follow")
+
+
+def ordered_nodes(recorded: Route) -> Tensor:
+    """The active nodes of a recorded route (B, T) in order of activation, −1 after the last.
+
+    Nodes that the order does not contain come last, by number; nodes of the order that are not active are left out.
+    """
+    active_BM = recorded.active.flatten(1) != 0
+    (B, M), device = active_BM.shape, active_BM.device
+    given_BT = active_BM.new_full((B, 0), -1, dtype=torch.int64) if recorded.nodes is None else recorded.nodes
+    T = M if recorded.nodes is None else max(given_BT.shape[1], int(active_BM.sum(1).max()) if B else 0)
+    place_BM = (given_BT.shape[1] + torch.arange(M, device=device)).repeat(B, 1)
+    for step in reversed(range(given_BT.shape[1])):
+        rows_n = ((given_BT[:, step] >= 0) & (given_BT[:, step] < M)).nonzero()[:, 0]
+        place_BM[rows_n, given_BT[rows_n, step].long()] = step
+    nodes_BM = place_BM.masked_fill(~active_BM, given_BT.shape[1] + M).argsort(1)
+    nodes_BM = nodes_BM.masked_fill(torch.arange(M, device=device) >= active_BM.sum(1, keepdim=True), -1)
+    return F.pad(nodes_BM, (0, max(0, T - M)), value=-1)[:, :T].contiguous()
+
+
 def follow_sequence(
     routing: RoutingNetwork,
     entry_BN: Tensor,
@@ -61,14 +93,9 @@ def follow_sequence(
         Route with the recorded set and order, and the rates under this set.
     """
     active_BLN = (recorded.active != 0).to(entry_BN.dtype)
+    check_gradient(recorded, estimator)
     if estimator != "none" and torch.is_grad_enabled():
-        if estimator == "gumbel":
-            raise ValueError(
-                "estimator=gumbel: a route has no random numbers, on which its gradient depends;"
-                " replay under torch.no_grad()"
-            )
-        if recorded.nodes is None:
-            raise ValueError(f"estimator={estimator}: a route without the order of its nodes has no draws to follow")
+        assert recorded.nodes is not None
         active_BLN = _draw_along(routing, entry_BN, recorded.nodes, estimator, temperature, input_logits_BLNO)
     rates = routing(entry_BN, active_BLN, input_logits_BLNO)
     return Route(active_BLN, recorded.nodes, recorded.num_active, rates)

@@ -40,11 +40,24 @@ from raytraced.kernels.cpp_raytrace import KernelArgs as KernelArgs
 from raytraced.kernels.operation import OPERATIONS as OPERATIONS
 from raytraced.kernels.operation import Implementation, Operation, add_plugin, use
 from raytraced.plugins import subscribe
-from raytraced.routing import entry_rates, input_logits
+from raytraced.replay import follow_sequence
+from raytraced.routing import RoutingNetwork, entry_rates, input_logits
 from raytraced.sequence import Route, any_seen, expert_weights, unroll
 from raytraced.store.experts import StoredExperts
 
-# sequence(routing, entry_BN, *, input_logits_BLNO, stop, estimator, temperature, num_steps, seed, rows_B) -> Route
+
+def plain_sequence(
+    routing: RoutingNetwork, entry_BN: Tensor, *, followed: Route | None = None, **options: Any
+) -> Route:
+    """Algorithm 1 step by step, or along a recorded route."""
+    if followed is None:
+        return unroll(routing, entry_BN, **options)
+    names = ("estimator", "temperature", "input_logits_BLNO")
+    return follow_sequence(routing, entry_BN, followed, **{name: options[name] for name in names})
+
+
+# sequence(routing, entry_BN, *, input_logits_BLNO, stop, estimator, temperature, num_steps, seed, rows_B) -> Route; with
+# `followed`, a recorded route, its nodes are taken in place of a choice
 sequence = Operation(
     "sequence",
     # one call, some twenty times faster: ordinary CPU tensors in single or double precision
@@ -52,7 +65,7 @@ sequence = Operation(
     # one launch forward, one backward: tensors on a GPU, where triton is installed
     Implementation("triton", triton_sequence.run, unsupported_reason=triton_sequence.unsupported_reason),
     # Algorithm 1 step by step: any device and precision
-    Implementation("plain", unroll, "plain"),
+    Implementation("plain", plain_sequence, "plain"),
 )
 
 # MACs of a dense layer from which the sparse way, with its many small calls, is the faster one: measured on one

@@ -21,6 +21,7 @@ from raytraced.kernels.cpp_function import first_derivatives
 from raytraced.kernels.cpp_library import Float, Int, Pointer, PointerArray, fields
 from raytraced.kernels.cpp_sequence import RouteTensors
 from raytraced.kernels.operation import forced_reason
+from raytraced.replay import ordered_nodes
 from raytraced.routing import RoutingNetwork
 from raytraced.sequence import (
     RATE_FLOOR,
@@ -96,6 +97,8 @@ class RaytraceOptions(NamedTuple):
     seed: Tensor | None = None
     rows_B: Tensor | None = None  # noqa: N815
     exits: bool = False
+    followed: Route | None = None  # a recorded route
+    nodes_BT: Tensor | None = None  # noqa: N815  # of the latter, as the library reads them
 
     @classmethod
     def of(cls, hidden_BD: Tensor, options: dict[str, Any]) -> "RaytraceOptions":
@@ -105,7 +108,15 @@ class RaytraceOptions(NamedTuple):
             made = made._replace(stop=made.stop.to(hidden_BD).contiguous())
         if made.rows_B is not None:
             made = made._replace(rows_B=cpp_sequence.as_rows(made.seed, made.rows_B))
+        if made.followed is not None:
+            nodes_BT = ordered_nodes(made.followed)
+            made = made._replace(nodes_BT=nodes_BT, num_steps=nodes_BT.shape[1])
         return made
+
+    def as_route(self, tensors: RouteTensors) -> Route:
+        """The operation's answer."""
+        route = tensors.as_route(self.estimator)
+        return route if self.followed is None else route._replace(nodes=self.followed.nodes)
 
 
 @library.mirrors
@@ -234,7 +245,7 @@ def _make_call(
     if weights is not None:
         chunk = cpp_experts.chunk_rows(B, route.active.shape[1], weights)
         threads, num_chunks = torch.get_num_threads(), max(1, -(-B // chunk))
-    stop, seed, rows_B = options.stop, options.seed, options.rows_B
+    stop, seed, rows_B, nodes_BT = options.stop, options.seed, options.rows_B, options.nodes_BT
     return RaytraceCall(
         B,
         threads,
@@ -245,7 +256,7 @@ def _make_call(
         stop.data_ptr() if isinstance(stop, Tensor) else None,
         None if seed is None else seed.data_ptr(),
         None if rows_B is None else rows_B.data_ptr(),
-        None,
+        None if nodes_BT is None else nodes_BT.data_ptr(),
         *_answer_pointers(answer),
     )
 
@@ -348,6 +359,6 @@ def run(layer: KernelArgs, hidden_BD: Tensor, **options: Any) -> tuple[Tensor, R
         tensors = hidden_BD, *layer.parameters.tensors
         if any([tensor.requires_grad for tensor in tensors]):
             answer, *route = _Raytrace.apply(layer, asked, *tensors)
-            return answer, RouteTensors(*route).as_route(asked.estimator)
+            return answer, asked.as_route(RouteTensors(*route))
     answer, found, _ = _run_forward(layer, asked, hidden_BD, keep=False)
-    return answer, found.as_route(asked.estimator)
+    return answer, asked.as_route(found)

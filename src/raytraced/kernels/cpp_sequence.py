@@ -15,6 +15,7 @@ from raytraced.kernels import cpp_library as library
 from raytraced.kernels.cpp_function import Inputs, LibraryFunction, Outputs
 from raytraced.kernels.cpp_gradients import empty_block
 from raytraced.kernels.cpp_library import Float, Int, Pointer, fields, point
+from raytraced.replay import ordered_nodes
 from raytraced.routing import Rates, RoutingNetwork
 from raytraced.sequence import RATE_FLOOR, Estimator, Route, StopPerRow
 
@@ -66,7 +67,8 @@ class SequenceOptions(NamedTuple):
         return cls(*whole, temperature, output_counts, bool(dominant), bool(sees_input))
 
 
-DATA = ("stops", "seed", "rows")  # (B,): a stop for each row; no seed: greedy; no rows: 0 … B − 1
+# (B,), the stop of each row; no seed: greedy; no rows: 0 … B − 1; (B, T), the nodes of a recorded route to follow
+DATA = ("stops", "seed", "rows", "followed")
 
 
 def tensor_names(options: SequenceOptions) -> tuple[str, ...]:
@@ -110,16 +112,19 @@ def arrange(
     seed: Tensor | None,
     rows_B: Tensor | None,
     input_logits_BLNO: Tensor | None = None,
+    followed: Route | None = None,
 ) -> Inputs[SequenceOptions]:
     """The arguments of the operation as a library function takes them."""
     routing.check_entry(entry_BN)
+    nodes_BT = None if followed is None else ordered_nodes(followed)
+    num_steps = num_steps if nodes_BT is None else nodes_BT.shape[1]
     stops_B = stop.to(entry_BN) if isinstance(stop, Tensor) else None
     seen = [] if input_logits_BLNO is None or routing.num_layers == 1 else [input_logits_BLNO]
     options = SequenceOptions(
         routing.num_layers, num_steps, ESTIMATORS.index(estimator), float(temperature), *stop_numbers(stop), bool(seen)
     )
     tensors = [tensor.to(entry_BN.dtype) for tensor in (entry_BN, *seen, *routing.gates())]
-    return Inputs(options, [stops_B, seed, as_rows(seed, rows_B)], tensors)
+    return Inputs(options, [stops_B, seed, as_rows(seed, rows_B), nodes_BT], tensors)
 
 
 def stop_numbers(stop: StopPerRow) -> tuple[float, bool]:
@@ -204,4 +209,6 @@ def unsupported_reason(
 def run(routing: RoutingNetwork, entry_BN: Tensor, **options: Any) -> Route:
     """What `raytraced.sequence.unroll` computes."""
     inputs = arrange(routing, entry_BN, **options)
-    return RouteTensors(*call(inputs.options, inputs.data, *inputs.tensors)).as_route(options["estimator"])
+    route = RouteTensors(*call(inputs.options, inputs.data, *inputs.tensors)).as_route(options["estimator"])
+    followed = options.get("followed")
+    return route if followed is None else route._replace(nodes=followed.nodes)

@@ -63,7 +63,7 @@ class KernelTensors(NamedTuple):
 
 
 def _fixed(inputs: Inputs[SequenceOptions]) -> dict[str, Any]:
-    _, seed, rows = inputs.data
+    _, seed, rows, _ = inputs.data
     return {"SEES": inputs.options.sees_input, "DRAWN": seed is not None, "HAS_ROWS": rows is not None}
 
 
@@ -154,6 +154,8 @@ def unsupported_reason(
     """Why the kernels cannot find these sequences, None if they can."""
     if cpp_sequence.is_custom(routing):
         return "a custom routing network"
+    if options.get("followed") is not None:
+        return "a recorded route"
     tensors = [t for t in (entry_BN, input_logits_BLNO, *routing.gates()) if t is not None]
     if not (all([tensor.is_cuda for tensor in tensors]) or os.environ.get("TRITON_INTERPRET") == "1"):
         return "a tensor is not on a GPU"

@@ -22,7 +22,6 @@ from raytraced.layer import (
     GridSteps,
     LayerOutput,
     RoutedLayer,
-    Router,
     flat_stop,
     shape_route,
     spread_route,
@@ -158,8 +157,7 @@ class ExpertPass:
 
     def prepare(self, x_BTD: Tensor) -> bool:
         """Make ready for blocks that run twice; False for a first block whose vectors may decide on all blocks."""
-        asks_first = type(self.layer.router).plan is not Router.plan
-        if self.steps is None and (self.plan is not None or not asks_first):
+        if self.steps is None and (self.plan is not None or not self.layer.router.may_plan):
             x_nD = self.flat(x_BTD)
             plan = self.plan or self.layer.router.plan(x_nD, self.call)  # refuses options that the router does not have
             self.steps = GridSteps(self.layer, x_nD, self.call, plan)

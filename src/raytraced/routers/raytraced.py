@@ -28,7 +28,7 @@ from raytraced.layer import (
     flat,
     flat_stop,
 )
-from raytraced.replay import follow_sequence
+from raytraced.replay import check_gradient
 from raytraced.rng import RandomSource, log_uniform, new_seed
 from raytraced.routing import GateInit, RoutingNetwork, entry_rates, input_logits
 from raytraced.sequence import Estimator, Route, Select, Stop, StopPerRow, check_sequence_options, expert_weights
@@ -260,17 +260,18 @@ class RaytracedRouter(Fusable, Router):
             "num_steps": num_nodes if budget is None else min(budget, num_nodes),
         }
 
+    def replay_options(self, route: Route) -> dict[str, Any]:
+        """The options of the activation sequence where a recorded route is followed."""
+        check_gradient(route, self.config.estimator)
+        given = {"stop": "drawn", "num_steps": self.routing.num_nodes, "seed": None, "rows_B": None, "followed": route}
+        return given | {"estimator": self.config.estimator, "temperature": self.config.temperature}
+
     def sequence(self, hidden_BD: Tensor, call: Call) -> Route:
         """The activation sequences of hidden vectors (B, D); no expert runs."""
         if call.route is not None:
-            return follow_sequence(
-                self.routing,
-                self.entry(hidden_BD),
-                call.route,
-                estimator=self.config.estimator,
-                temperature=self.config.temperature,
-                input_logits_BLNO=self.input_logits(hidden_BD),
-            )
+            entry_BN, input_logits_BLNO = self.entry(hidden_BD), self.input_logits(hidden_BD)
+            options = self.replay_options(call.route)
+            return kernels.sequence(self.routing, entry_BN, input_logits_BLNO=input_logits_BLNO, **options)
         return activation_sequence(
             self.routing,
             self.entry(hidden_BD),
@@ -403,13 +404,17 @@ class RaytracedExperts(Fusable, RoutedLayer):
         router: RaytracedRouter = _member(self, "router")
         if torch.is_grad_enabled() and router.config.mask_gradient == "all":
             return self.run_all(hidden_BD, call)
-        if call.route is not None or not (self.fuses and router.fuses):
+        if not (self.fuses and router.fuses):
             return super().run(hidden_BD, call)
-        options = router.sequence_options(call, hidden_BD)
-        seed = new_seed(call.generator, hidden_BD.device) if router.resolve_select(call) == "sample" else None
-        answer, route = kernels.raytrace(
-            self.kernel_args(router), hidden_BD, exits=call.exits, seed=seed, rows_B=call.rows, **options
-        )
+        if call.route is not None:
+            options = router.replay_options(call.route)
+        else:
+            options = router.sequence_options(call, hidden_BD)
+            options["seed"] = (
+                new_seed(call.generator, hidden_BD.device) if router.resolve_select(call) == "sample" else None
+            )
+            options["rows_B"] = call.rows
+        answer, route = kernels.raytrace(self.kernel_args(router), hidden_BD, exits=call.exits, **options)
         return self.output(hidden_BD, answer, route)
 
     def run_all(self, hidden_BD: Tensor, call: Call) -> LayerOutput:
