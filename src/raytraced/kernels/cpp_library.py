@@ -121,6 +121,19 @@ def why_unfit(given: Iterable[Tensor | None], dtype: torch.dtype | None = None) 
     return why_unreadable(tensors, dtype)
 
 
+def are_ordinary(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    """Whether all are contiguous CPU tensors of one precision that nothing but PyTorch's own backward pass concerns."""
+    if cpu is None or torch.compiler.is_compiling() or torch.jit.is_tracing() or _is_forward_mode():
+        return False
+    facts = {(type(tensor), tensor.dtype, tensor.is_cpu, tensor.is_contiguous()) for tensor in tensors}
+    if not facts <= {(kind, dtype, True, True) for kind in _ORDINARY}:
+        return False
+    try:
+        return 0 not in map(Tensor.data_ptr, tensors)
+    except RuntimeError:  # inside a transform of torch.func
+        return False
+
+
 def why_unreadable(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> str | None:
     """Why no kernel can read these tensors, on whatever device: it needs their memory (of one precision, where it is given)."""
     if dtype is not None and any([tensor.dtype is not dtype for tensor in tensors]):

@@ -8,7 +8,8 @@ Axes: B batch, L layers, N experts per layer, R rank of what gates see, T steps,
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -189,39 +190,56 @@ def unsupported_reason(layer: KernelArgs, hidden_BD: Tensor, *, exits: bool = Fa
     tensors, num_linears = layer.parameters
     if num_linears >= _MOST_WIDTHS:
         return "experts of many layers"
-    (_, D), (gate_ND, _, *seen) = hidden_BD.shape, layer.maps
-    L, N = layer.routing.num_layers, layer.routing.num_experts
-    if gate_ND.shape != (N, D) or grid.widths[0] != D or (seen and seen[0].shape[1] != D):
-        return "a gate or experts of another width"
-    if seen and (L == 1 or not len(seen[0]) or seen[1].shape != (L - 1, N, N + 1, len(seen[0]))):
-        return "gates of another grid"
-    if not all(map(Tensor.is_contiguous, tensors)):
+    rank = layer.maps[2].shape[0] if len(layer.maps) > 2 else 0
+    shapes = _parameter_shapes(layer.routing.num_layers, layer.routing.num_experts, rank, grid.widths)
+    if hidden_BD.shape[1] != grid.widths[0] or [tensor.shape for tensor in tensors] != shapes:
+        return "a gate or experts of another width, or of another grid"
+    tensors = hidden_BD, *tensors
+    if library.are_ordinary(tensors, hidden_BD.dtype):  # Hot path at batch size 1: one question for all of them.
+        return None
+    if not all(map(Tensor.is_contiguous, tensors[1:])):
         return "parameters that are not contiguous"
-    return library.why_unfit((hidden_BD, *tensors), hidden_BD.dtype)
+    return library.why_unfit(tensors, hidden_BD.dtype)
+
+
+@lru_cache
+def _parameter_shapes(L: int, N: int, rank: int, widths: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes of all parameters of a layer, in the order of LayerParameters; none fit where gates see in a single layer."""
+    O, D = N + 1, widths[0]
+    seen = [(rank, D), (L - 1, N, O, rank)] if rank and L > 1 else []
+    gates = [(N, O), (L - 2, N, O, N)][: L - 1]
+    linears = list(pairwise(widths))
+    return [(N, D), (N,), *seen, *gates, *((L, N, O, K) for K, O in linears), *((L, N, O) for _, O in linears)]
 
 
 def describe(layer: KernelArgs, parameters: LayerParameters, options: RaytraceOptions) -> RaytraceLayer:
     """A layer with these parameters, as the library reads it."""
-    weights, stop = parameters.weights, options.stop
-    widths = [weights[0].shape[-1], *[weight.shape[-2] for weight in weights]]
+    assert isinstance(layer.grid, MLPExperts)
+    (tensors, num_linears), stop = parameters, options.stop
     return RaytraceLayer(
         layer.routing.num_layers,
         layer.routing.num_experts,
         options.num_steps,
-        weights[0].dtype is torch.float64,
+        tensors[0].dtype is torch.float64,
         _ESTIMATORS[options.estimator],
         isinstance(stop, str) and stop == "dominant",
         layer.maps[2].shape[0] if len(layer.maps) > 2 else 0,
-        len(weights),
+        num_linears,
         _STREAMS[layer.stream],
         _WEIGHTINGS[WEIGHTINGS[layer.weighting]],
         options.temperature,
         RATE_FLOOR,
         1.0 if isinstance(stop, str | Tensor) else stop,
         layer.weight_scale,
-        (Int * len(widths))(*widths),
-        (Pointer * len(parameters.tensors))(*map(Tensor.data_ptr, parameters.tensors)),
+        _numbers(layer.grid.widths),
+        (Pointer * len(tensors))(*map(Tensor.data_ptr, tensors)),
     )
+
+
+@lru_cache
+def _numbers(values: tuple[int, ...]) -> Any:
+    """Whole numbers as the library reads them."""
+    return (Int * len(values))(*values)
 
 
 def _answer_pointers(answer: Tensor) -> tuple[int, int | None, int | None]:
