@@ -112,6 +112,6 @@ def run(
     given = (one.data_ptr() for one in (hidden_BD, weight_YD, bias_Y))
     made = (one.data_ptr() for one in (logits_BY, active_BLN, nodes_BS, num_active_B, num_exits_B))
     call = EarlyExitCall(B, torch.get_num_threads(), Y, *given, (Float * (L + 1))(*thresholds), mask, stops, *made)
-    described = cpp_raytrace.describe(layer, layer.parameters, asked)
+    described = cpp_raytrace.describe_layer(layer, layer.parameters, asked)
     library.run(_early_exit, "raytraced experts", described, call)
     return EarlyExitResult(logits_BY, Route(active_BLN, nodes_BS, num_active_B, None), num_exits_B)

@@ -18,7 +18,7 @@ from raytraced.kernels.cpp_function import Inputs, LibraryFunction, Outputs
 from raytraced.kernels.cpp_gradients import GradientHome, empty_gradient
 from raytraced.kernels.cpp_library import Int, Pointer, PointerArray, fields, point, pointer_array
 
-METHODS = ("run_layer", "run_expert", "stacks")  # of a grid, which the library replaces
+GRID_METHODS = ("run_layer", "run_expert", "stacks")  # of a grid, which the library replaces
 STREAMS = ("residual", "skip-sum", "last")  # the numbers of cpu/experts.h
 # Experts whose layer is larger than this are shared out over threads; below, rows are, and each chunk of rows keeps its
 # own copy of the weights' gradients.
@@ -159,7 +159,7 @@ def is_custom(experts: Grid) -> bool:
     if not isinstance(experts, MLPS):
         return True
     base = MLPLayer if isinstance(experts, MLPLayer) else MLPExperts
-    return not library.is_unchanged(experts, base, *METHODS)
+    return not library.is_unchanged(experts, base, *GRID_METHODS)
 
 
 def unsupported_reason(

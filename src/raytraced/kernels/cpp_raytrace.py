@@ -181,9 +181,9 @@ def unsupported_reason(layer: KernelArgs, hidden_BD: Tensor, *, exits: bool = Fa
     if WEIGHTINGS.get(layer.weighting) not in _WEIGHTINGS:
         return "a weighting that the library does not know"
     grid = layer.grid
-    if not isinstance(grid, MLPExperts) or not library.is_unchanged(grid, MLPExperts, *cpp_experts.METHODS):
+    if not isinstance(grid, MLPExperts) or not library.is_unchanged(grid, MLPExperts, *cpp_experts.GRID_METHODS):
         return "custom experts"
-    if not library.is_unchanged(layer.routing, RoutingNetwork, *cpp_sequence.METHODS):
+    if not library.is_unchanged(layer.routing, RoutingNetwork, *cpp_sequence.ROUTING_METHODS):
         return "a custom routing network"
     if hidden_BD.dtype not in library.PRECISIONS:
         return "hidden vectors in half precision"
@@ -212,7 +212,7 @@ def _parameter_shapes(L: int, N: int, rank: int, widths: tuple[int, ...]) -> lis
     return [(N, D), (N,), *seen, *gates, *((L, N, O, K) for K, O in linears), *((L, N, O) for _, O in linears)]
 
 
-def describe(layer: KernelArgs, parameters: LayerParameters, options: RaytraceOptions) -> RaytraceLayer:
+def describe_layer(layer: KernelArgs, parameters: LayerParameters, options: RaytraceOptions) -> RaytraceLayer:
     """A layer with these parameters, as the library reads it."""
     assert isinstance(layer.grid, MLPExperts)
     (tensors, num_linears), stop = parameters, options.stop
@@ -291,7 +291,7 @@ def _run_forward(layer: KernelArgs, options: RaytraceOptions, hidden_BD: Tensor,
     (B, D), L, N = hidden_BD.shape, layer.routing.num_layers, layer.routing.num_experts
     route = RouteTensors.empty(B, L, N, options.num_steps, hidden_BD.new_empty, INT64.new_empty)
     answer = hidden_BD.new_empty((L + 1, B, D) if options.exits else (B, D))
-    described = describe(layer, layer.parameters, options)
+    described = describe_layer(layer, layer.parameters, options)
     if not keep and 1 <= B <= _MOST_ROWS:
         if _once(described, _make_call(options, hidden_BD, route, answer, None)):
             raise MemoryError(_NO_MEMORY)
@@ -337,7 +337,7 @@ def _run_backward(
     call.grad_output = None if grad_output is None else grad_output.data_ptr()
     call.grad_active = None if grad_active is None else grad_active.data_ptr()
     call.grad_rates, call.grad_hidden = grad_rates.data_ptr(), grad_hidden.data_ptr()
-    if _back(describe(layer, parameters, options), call):
+    if _back(describe_layer(layer, parameters, options), call):
         raise MemoryError(_NO_MEMORY)
     return [grad_hidden, *gradients]
 

@@ -19,7 +19,7 @@ from raytraced.replay import ordered_nodes
 from raytraced.routing import Rates, RoutingNetwork
 from raytraced.sequence import RATE_FLOOR, Estimator, Route, StopPerRow
 
-METHODS = ("forward", "gates", "gate_weight")  # of a routing network, which the library replaces
+ROUTING_METHODS = ("forward", "gates", "gate_weight")  # of a routing network, which the library replaces
 ESTIMATORS = ("straight-through", "reinmax", "gumbel", "none")  # the numbers of cpu/sequence.h
 _LARGE_BYTES = 2**22  # of a gradient, from which fresh pages cost more than the arithmetic on them
 
@@ -192,7 +192,7 @@ call = ActivationSequence()
 
 def is_custom(routing: RoutingNetwork) -> bool:
     """Whether a subclass computes the rates in its own way."""
-    return not library.is_unchanged(routing, RoutingNetwork, *METHODS)
+    return not library.is_unchanged(routing, RoutingNetwork, *ROUTING_METHODS)
 
 
 def unsupported_reason(
