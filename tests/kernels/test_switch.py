@@ -4,7 +4,6 @@ import ctypes
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -178,15 +177,6 @@ def test_a_new_implementation_is_one_line(monkeypatch):
     )
     with kernels.use(sequence="own"), pytest.raises(ValueError, match="own: made for more than 4 rows"):
         kernels.sequence(*few, **options)
-
-
-def test_what_declines_on_the_way_leaves_it_to_the_next(monkeypatch):
-    first, *others = kernels.experts.implementations
-    declines = replace(first, run=lambda *args: NotImplemented, declines=True)
-    with kernels.use("plain"):
-        expected = kernels.experts(*grid())
-    monkeypatch.setattr(kernels.experts, "implementations", (declines, *others))
-    assert torch.equal(kernels.experts(*grid()), expected)
 
 
 @pytest.mark.parametrize("word", ["plain", "cpp"])

@@ -108,7 +108,7 @@ def is_unchanged(instance: object, base: type, *methods: str) -> bool:
     cls, own = type(instance), vars(instance)
     if cls is not base and not all([getattr(cls, method) is getattr(base, method) for method in methods]):
         return False
-    return own.keys().isdisjoint(methods)
+    return not any([method in own for method in methods])
 
 
 def why_unfit(given: Iterable[Tensor | None], dtype: torch.dtype | None = None) -> str | None:
