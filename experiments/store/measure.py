@@ -21,7 +21,8 @@ from experiments.store.contenders import CONTENDERS, Contender, MappedPool, Plan
 from experiments.store.traces import STORE, Sizes, load_sizes, load_traces
 from raytraced import kernels
 from raytraced.experts import MLPExperts, Stream
-from raytraced.models.gpt import Attention, KVCache
+from raytraced.models.attention import Attention
+from raytraced.models.caches import KVCache
 from raytraced.store.experts import StoredExperts
 from raytraced.store.layout import StoreFile, open_store
 from raytraced.store.pool import ExpertPool

@@ -6,7 +6,8 @@ from torch.nn.functional import cross_entropy
 
 import raytraced
 from raytraced.cost import num_parameters, sample_cost
-from raytraced.models.gpt import Attention, KVCache, rotate
+from raytraced.models.attention import Attention, rotate
+from raytraced.models.caches import KVCache
 from raytraced.models.registry import MODELS
 from raytraced.models.sampling import draw_each, draw_token, kept_probabilities
 

@@ -4,13 +4,13 @@ Axes: B batch, T tokens, n tokens without padding, S tokens that may be attended
 head, V vocabulary size, R width of what the router reads, L blocks, N experts per block.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from raytraced import kernels
@@ -19,15 +19,13 @@ from raytraced.layer import (
     Call,
     Choice,
     Cost,
-    GridSteps,
-    LayerOutput,
     RoutedLayer,
     flat_stop,
-    shape_route,
-    spread_route,
 )
+from raytraced.models.attention import Attention, causal_mask
 from raytraced.models.caches import KVCache, TextCaches, multiply_apart
 from raytraced.models.drafting import Drafting, generate_drafted
+from raytraced.models.expert_pass import ExpertPass
 from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost, num_parameters
 from raytraced.models.paths import (
     Paths,
@@ -36,70 +34,16 @@ from raytraced.models.paths import (
     describe_paths,
     reading_order,
     within_bytes,
-    without_experts,
 )
 from raytraced.models.sampling import Drawn, draw_token
-from raytraced.replay import flat_route, keep_route_rows
 from raytraced.sequence import StopPerRow
 from raytraced.store.budget import ByteBudget, TimeLimit
 from raytraced.store.experts import StoredExperts
 from raytraced.store.pool import ReadPlan
 
 RoutingInput = Literal["block", "token", "embedding", "first-block"]
-PolicyLossFn = Callable[[Tensor], Tensor]
 
 ROUTING_DIM = 16  # default width of a routing embedding
-BASE = 10_000.0  # of the rotary wavelengths
-
-
-def rotate(heads_BHTE: Tensor, positions: Tensor) -> Tensor:
-    """Rotary positions, (T,) or (B, T): rotate each pair of entries by an angle proportional to the position."""
-    half, dtype = heads_BHTE.shape[-1] // 2, torch.promote_types(heads_BHTE.dtype, torch.float32)
-    waves_E2 = BASE ** -(torch.arange(half, device=positions.device, dtype=dtype) / half)
-    angles = positions[..., None, :, None] * waves_E2  # (T, E / 2), or (B, 1, T, E / 2)
-    cos, sin = angles.cos().to(heads_BHTE.dtype), angles.sin().to(heads_BHTE.dtype)
-    one, other = heads_BHTE.chunk(2, -1)
-    return torch.cat((one * cos - other * sin, one * sin + other * cos), -1)
-
-
-def apply_linear(layer: nn.Linear, x_BTD: Tensor, cache: KVCache | TextCaches | None) -> Tensor:
-    """A linear layer without bias; where texts have caches of their own, each text's vector is a product of its own."""
-    if isinstance(cache, TextCaches):
-        return multiply_apart(x_BTD, layer.weight)
-    out: Tensor = layer(x_BTD)
-    return out
-
-
-class Attention(nn.Module):
-    """Causal self-attention."""
-
-    def __init__(self, dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.inputs, self.output = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
-
-    def forward(
-        self,
-        x_BTD: Tensor,
-        positions: Tensor,
-        mask_BTS: Tensor | None,
-        cache: KVCache | TextCaches | None,
-        block: int,
-    ) -> Tensor:
-        """(B, T, D) -> (B, T, D); the mask says which tokens may be attended to, None: all earlier ones."""
-        inputs = apply_linear(self.inputs, x_BTD, cache)
-        queries, keys, values = inputs.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        queries, keys = rotate(queries, positions), rotate(keys, positions)
-        if isinstance(cache, TextCaches):
-            mixed_BHTE = cache.attend(queries, keys, values, block)
-        else:
-            if cache is not None:
-                keys, values = cache.update(keys, values, block)
-            # A single new token may attend to all.
-            is_causal = mask_BTS is None and queries.shape[2] > 1
-            mask = None if mask_BTS is None else mask_BTS[:, None]
-            mixed_BHTE = scaled_dot_product_attention(queries, keys, values, mask, is_causal=is_causal)
-        return apply_linear(self.output, mixed_BHTE.transpose(1, 2).flatten(2), cache)
 
 
 class Block(nn.Module):
@@ -117,83 +61,12 @@ class Block(nn.Module):
         mask_BTS: Tensor | None,
         cache: KVCache | TextCaches | None,
         number: int,
-        experts: "ExpertPass",
+        experts: ExpertPass,
     ) -> Tensor:
         """The residual stream (B, T, D) after the attention and the experts of this block, each added to it."""
         attended_BTD = self.attention(self.norm_attention(x_BTD), positions, mask_BTS, cache, number)
         x_BTD = x_BTD + attended_BTD
         return x_BTD + experts.update(number, self.norm_experts(x_BTD))
-
-
-class ExpertPass:
-    """One pass of tokens through the experts of all blocks; padding takes no part in it.
-
-    Args:
-        layer: The grid of experts, a layer per block, and its router.
-        call: Options of the call; `rows` (B, T).
-        mask_BT: False where there is padding; None: no padding.
-    """
-
-    def __init__(self, layer: RoutedLayer, call: Call, mask_BT: Tensor | None) -> None:
-        assert call.rows is not None
-        self.layer, self.shape = layer, call.rows.shape
-        self.kept_n = None if mask_BT is None else mask_BT.flatten().nonzero()[:, 0]
-        stop = flat_stop(call.stop, self.shape)
-        if self.kept_n is not None and isinstance(stop, Tensor):
-            stop = stop[self.kept_n]
-        self.call = call._replace(rows=self.flat(call.rows), stop=stop)
-        if call.route is not None:
-            steps, num = layer.router.num_steps, layer.router.num_experts
-            route = flat_route(call.route, self.shape, steps, num)
-            kept = slice(None) if self.kept_n is None else self.kept_n
-            self.call = self.call._replace(route=keep_route_rows(route, kept))
-        self.plan: Choice | None = None
-        self.steps: GridSteps | None = None
-
-    def flat(self, values: Tensor) -> Tensor:
-        """The values (B, T, …) of tokens that are not padding (n, …)."""
-        flat = values.flatten(0, 1)
-        return flat if self.kept_n is None else flat[self.kept_n]
-
-    def prepare(self, x_BTD: Tensor) -> bool:
-        """Make ready for blocks that run twice; False for a first block whose vectors may decide on all blocks."""
-        if self.steps is None and (self.plan is not None or not self.layer.router.may_plan):
-            x_nD = self.flat(x_BTD)
-            plan = self.plan or self.layer.router.plan(x_nD, self.call)  # refuses options that the router does not have
-            self.steps = GridSteps(self.layer, x_nD, self.call, plan)
-            self.steps.buffers = {}
-        return self.steps is not None
-
-    def update(self, block: int, hidden_BTD: Tensor) -> Tensor:
-        """What the experts of a block add (B, T, D), given its normalised vectors."""
-        hidden_nD = self.flat(hidden_BTD)
-        if self.steps is None:
-            # Where no path was planned before: a router may plan all blocks by what reaches the first one.
-            plan = self.plan or self.layer.router.plan(hidden_nD, self.call)
-            self.steps = GridSteps(self.layer, hidden_nD, self.call, plan)
-        update_nD = self.steps.update_layer(block, hidden_nD)
-        if self.kept_n is not None:
-            none_BD = update_nD.new_zeros(self.shape.numel(), update_nD.shape[-1])
-            update_nD = none_BD.index_copy(0, self.kept_n, update_nD)
-        return update_nD.view(hidden_BTD.shape)
-
-    def output(self, hidden_BTD: Tensor, missed: Iterable[int] = ()) -> LayerOutput:
-        """After the last block: the route of every token, without experts that did not arrive, and the router's losses."""
-        assert self.steps is not None
-        if missed:
-            assert self.steps.plan is not None  # only planned experts have a deadline
-            self.steps.plan = without_experts(self.steps.plan, missed)
-        (route, loss, policy_loss_fn), kept_n = self.steps.result(), self.kept_n
-        if kept_n is not None:
-            route = spread_route(route, kept_n, self.shape.numel())
-        return LayerOutput(hidden_BTD, shape_route(route, self.shape), loss, on_rows(policy_loss_fn, kept_n))
-
-
-def on_rows(policy_loss_fn: PolicyLossFn | None, kept_n: Tensor | None) -> PolicyLossFn | None:
-    """The loss of decisions as a function of the losses of all rows, padding included."""
-    if policy_loss_fn is None or kept_n is None:
-        return policy_loss_fn
-    return lambda losses_B: policy_loss_fn(losses_B[kept_n])
 
 
 class GPT(Model):
@@ -633,19 +506,3 @@ class GPT(Model):
         """While the blocks run, they use what a plan has read."""
         grid = self.layer.experts
         return grid.following(plan) if isinstance(grid, StoredExperts) else nullcontext()
-
-
-def causal_mask(positions_T: Tensor, start: int, mask_BS: Tensor | None) -> Tensor | None:
-    """Which tokens each token may attend to (B, T, S): itself and earlier ones, no padding; None: no mask is needed.
-
-    Positions begin at `start`: reading the first of them from a GPU would wait for all of its queued work.
-    """
-    num = len(positions_T)
-    if mask_BS is None and (start == 0 or num == 1):
-        return None
-    causal_1TS = torch.ones(1, num, start + num, dtype=torch.bool, device=positions_T.device).tril(start)
-    if mask_BS is None:
-        return causal_1TS
-    # Padding attends to itself: a row of scores without any entry would be NaN.
-    diagonal_1TS = causal_1TS & ~causal_1TS.tril(start - 1)
-    return (causal_1TS & mask_BS[:, None]) | diagonal_1TS
