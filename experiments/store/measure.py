@@ -29,8 +29,8 @@ from raytraced.store.pool import ExpertPool
 from raytraced.store.reader import ExpertReader, aligned_memory
 
 LIMITS = (12.5, 25.0, 50.0, 100.0)
-MOST_OTHERS = 0.15  # cores that other processes may use during a run; else it is repeated, at most so often:
-MOST_TRIES = 3
+MOST_OTHERS = 0.5  # cores that other processes may use during a run; else it is repeated, at most so often:
+MOST_TRIES = 2
 ROUNDS = 3  # a disk that others use too is not equally fast all the time: every contender runs in each round
 DRAWN_LIMIT = 25.0  # of which the picture is
 RECORDS = "measured.jsonl"
