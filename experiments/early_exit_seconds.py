@@ -23,7 +23,7 @@ from experiments.benchmark.timing import Contender, Settings, interleave
 from experiments.reproduce.command import find_plan
 from experiments.reproduce.plan import FULL
 from experiments.reproduce.tables import Table
-from experiments.reproduce.variants import DATA_NAMES, SHIPPED, exit_variants
+from experiments.reproduce.variants import DATA_NAMES, SHIPPED_IMAGES, exit_variants
 from raytraced import kernels, load
 from raytraced.tasks.registry import find_task
 from raytraced.training.calibration import calibrate, evaluate_exits
@@ -50,7 +50,7 @@ def study(data: str, work: Path) -> Table:
     planner = find_plan(FULL, RESULTS)
     runs = {run.label: run for run in planner.runs("main", exit_variants(FULL.data[data].wide), [data], [0])}
     trained = {label: path for label, run in runs.items() if (path := work / run.folder / "model.safetensors").exists()}
-    shipped = {"mre": f"mre-{data}"} if f"mre-{data}" in SHIPPED else {}
+    shipped = {"mre": f"mre-{data}"} if f"mre-{data}" in SHIPPED_IMAGES else {}
     found = {label: load(path) for label, path in (shipped | trained | shipped).items()}  # ours first
     task, many, single, metrics = find_task(data), [], [], {}
     loaded = task.load_for(next(iter(found.values())), data, None)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from raytraced.errors import did_you_mean
-from raytraced.models.registry import SHIPPED
+from raytraced.models.registry import SHIPPED_IMAGES
 
 NUM_STEPS = 50
 # One step per epoch, so that metrics.jsonl holds the loss of every step.
@@ -89,7 +89,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Record all models, or some; compare with an earlier recording if there is one."""
-    names = [*(f"train {name}" for name in RUNS), *(f"answer {name}" for name in sorted(SHIPPED))]
+    names = [*(f"train {name}" for name in RUNS), *(f"answer {name}" for name in sorted(SHIPPED_IMAGES))]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, help="the JSON file to write")
     parser.add_argument("--against", type=Path, help="a file that another version of the code wrote on this machine")

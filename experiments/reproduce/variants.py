@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raytraced.models.registry import PAPER, SHIPPED
+from raytraced.models.registry import PAPER, SHIPPED_IMAGES
 from raytraced.training.config import Preset
 
 # The models of the paper's tables: label → name in print.
@@ -195,7 +195,8 @@ def more_text_variants() -> tuple[Variant, ...]:
     )
 
 
-# How each shipped model was trained: name → data set and recipe.
+# How each shipped image model was trained: name → data set and recipe.
 SHIPPED_RECIPES = {
-    name: (name.removeprefix("mre-").removeprefix("paper-"), MRE_PAPER if "paper" in name else MRE) for name in SHIPPED
+    name: (name.removeprefix("mre-").removeprefix("paper-"), MRE_PAPER if "paper" in name else MRE)
+    for name in SHIPPED_IMAGES
 }

@@ -10,12 +10,11 @@ import raytraced as rt
 from explore.engine import ENGINE, LOGITS, NODE, compare_images, run_engine
 from raytraced.cost import sample_cost
 from raytraced.explore.packing import deflated
-from raytraced.io.saving import PRETRAINED
+from raytraced.models.registry import SHIPPED_IMAGES
 from raytraced.tasks.images.loading import load as load_data
 
 if NODE is None:
     pytest.skip("node, which runs engine.js, is not installed: apt-get install nodejs", allow_module_level=True)
-SHIPPED = sorted(path.stem for path in PRETRAINED.glob("mre-*.safetensors"))
 CALLS = [{}, {"maxExperts": 3}, {"confidence": 0.6}, {"maxExperts": 4, "confidence": 0.7}]
 LAYERS = [
     {},
@@ -134,7 +133,7 @@ def test_rates_are_those_of_the_routing_network(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "mre-digits" else pytest.mark.data) for name in SHIPPED]
+    "name", [pytest.param(name, marks=() if name == "mre-digits" else pytest.mark.data) for name in SHIPPED_IMAGES]
 )
 def test_a_shipped_model_runs_as_in_pytorch_on_1000_images(name, tmp_path):
     model = rt.load(name)

@@ -12,7 +12,7 @@ import torch
 
 import raytraced as rt
 from explore.engine import inflated
-from raytraced.cli.explore import SHIPPED
+from raytraced.cli.explore import SHIPPED_IMAGES
 from raytraced.cli.main import main
 from raytraced.data.cache import replace_entry
 from raytraced.data.sources import ArrayInfo, Entry, PublicSet
@@ -20,6 +20,7 @@ from raytraced.explore.gallery import choose_images, has_images, ink_of, pack_ga
 from raytraced.explore.packing import pack_model, planes_of, why_unpackable
 from raytraced.explore.page import make_page
 from raytraced.io.saving import PRETRAINED
+from raytraced.models.registry import SHIPPED
 from raytraced.tasks.images.catalog import CATALOG
 from raytraced.tasks.images.loading import load as load_data
 from raytraced.tasks.images.task import ImageTask
@@ -238,12 +239,20 @@ def test_the_command_writes_a_page(tmp_path, monkeypatch, capsys):
     assert "gone" in printed
 
 
-def test_the_default_page_has_every_shipped_model():
-    assert set(SHIPPED) == {path.stem for path in PRETRAINED.glob("*.safetensors")}
+def test_the_default_page_has_every_shipped_image_model():
+    assert {*SHIPPED_IMAGES, "mre-text"} == {path.stem for path in PRETRAINED.glob("*.safetensors")} == set(SHIPPED)
+
+
+def test_the_shipped_language_model_has_a_page_of_its_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["explore", "mre-text"]) == 0
+    assert capsys.readouterr().out.startswith("page.html: 1 model, ")
+    (pack,) = packs_of((tmp_path / "page.html").read_text())
+    assert pack["name"] == "mre-text"
 
 
 @pytest.mark.data
-def test_the_page_of_all_shipped_models_is_below_a_megabyte():
-    page = make_page([(name, rt.load(name)) for name in SHIPPED])
+def test_the_page_of_all_shipped_image_models_is_below_a_megabyte():
+    page = make_page([(name, rt.load(name)) for name in SHIPPED_IMAGES])
     assert all("gallery" in pack for pack in packs_of(page))
     assert len(page.encode()) < 1_000_000

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from raytraced.cli.training import find_source
 from raytraced.errors import printable, require
-from raytraced.models.registry import SHIPPED
+from raytraced.models.registry import SHIPPED_IMAGES
 
 
 def explore(
@@ -17,14 +17,15 @@ def explore(
     """Write a web page that runs models: draw, type or choose an input, and watch which experts run, in which order.
 
     Args:
-        runs: Run folders, their names in the runs folder, model.safetensors files or shipped models (default: all shipped).
+        runs: Run folders, their names in the runs folder, model.safetensors files or shipped models (default: all shipped image
+            models).
         output: The HTML file to write; it needs no other file and no network.
         data: Path of your images for models that were trained on your data; the page shows some of them (default: none).
     """
     path = Path(output)
     require(path.suffix.lower() in (".html", ".htm"), "output", repr(output), "must end in .html")
     require(path.parent.is_dir(), "output", repr(output), f"folder {str(path.parent)!r} does not exist")
-    sources = [(run, find_source(run, runs_dir)) for run in runs or SHIPPED]
+    sources = [(run, find_source(run, runs_dir)) for run in runs or SHIPPED_IMAGES]
     from raytraced.explore.page import make_page
     from raytraced.files import write_file
     from raytraced.io.saving import load

@@ -83,7 +83,8 @@ MODELS = {
 on_register("router", refuse_taken_name(MODELS))
 
 # The trained models inside the package, in pretrained/.
-SHIPPED = ("mre-mnist", "mre-fashion-mnist", "mre-cifar10", "mre-digits", "mre-paper-fashion-mnist")
+SHIPPED_IMAGES = ("mre-mnist", "mre-fashion-mnist", "mre-cifar10", "mre-digits", "mre-paper-fashion-mnist")
+SHIPPED = (*SHIPPED_IMAGES, "mre-text")
 
 # What a family's models are made of: called with a function that makes a layer, its width, and the rest of a task's spec.
 FAMILIES = {"": "models.classifier:Classifier", "gpt": "models.gpt:GPT"}
