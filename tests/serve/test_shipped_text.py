@@ -94,5 +94,6 @@ def test_a_run_is_shipped_with_its_dial_and_a_card_and_not_before_it_is_complete
 
 def test_the_committed_model_is_of_the_recipe(model, tmp_path):
     config = ship_text.make_config(tmp_path)
-    shared = ("model", "data", "model_options", "data_options", "batch_size", "lr", "lr_routing", "seed")
+    assert (model.card.model, model.card.data) == (config.model, config.data)
+    shared = ("model_options", "data_options", "batch_size", "lr", "lr_routing", "seed")
     assert {name: model.card.training[name] for name in shared} == {name: getattr(config, name) for name in shared}
