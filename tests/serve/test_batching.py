@@ -126,6 +126,7 @@ def test_a_request_that_waited_unread_is_refused_though_none_is_in_progress():
     admission.check(0.05, num_others=0, elapsed=0.06)  # idle: an image took long to decode
     with pytest.raises(RefusedError, match="max_ms=50: 0 requests are in progress, an answer takes up to 60 ms"):
         admission.check(0.05, num_others=0, elapsed=0.06, waited=0.04)
+    admission.check(1e-9, num_others=0, elapsed=0.06, waited=0.04)  # no server could be in time: the wait is no reason
 
 
 def test_a_request_that_would_be_late_is_refused_before_its_fields_are_checked(models, monkeypatch):

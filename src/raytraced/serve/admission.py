@@ -112,7 +112,8 @@ class Admission:
             waited: Seconds that the request may have waited before it was read.
         """
         expected = elapsed + self.expect(ahead, num_others) + self.margin.value
-        if (num_others or waited > IDLE) and expected > max_seconds:
+        had_to_wait = waited > IDLE and expected - waited <= max_seconds  # an idle server would have been in time
+        if (num_others or had_to_wait) and expected > max_seconds:
             self.margin.count_refusal()
             rule = f"{num_others} requests are in progress, an answer takes up to {1000 * expected:.0f} ms"
             raise RefusedError(
