@@ -121,10 +121,8 @@ def test_the_tables_show_means_errors_and_what_was_not_measured(make):
     assert rows["`mre`"][-3:-1] == ["–", "–"]
     assert seconds_table(SECONDS).rows[1:] == [["`top-2`", "200.0", "4.0"], ["`top-4`", "400.0", "8.0"]]
     (first, *_) = dial_table(results, "enwik8").rows
-    assert (
-        first == ["`mre-range`", "`stop` 4", "1.00", "0", "2.600 ± 0.000", "-0.000 ± 0.000"]
-        or first[5] == "+0.000 ± 0.000"
-    )
+    assert first[:5] == ["`mre-range`", "`stop` 4", "1.00", "0", "2.600 ± 0.000"]
+    assert first[5].lstrip("+-") == "0.000 ± 0.000"  # on the line up to rounding, from either side
     assert [row[1] for row in aims_table(results, "enwik8", {}).rows][:2] == ["holds", "holds"]
     assert not dial_table(Results([one for one in results.whole if one.label in HASH]), "enwik8").rows
 
@@ -142,7 +140,7 @@ def test_a_step_and_a_byte_are_timed_for_every_model():
     some = [one for one in text_variants() if one.label in ("mre", "hash-1")]
     found = measure(some, num_rounds=1)
     assert found.keys() == {"mre", "hash-1"}
-    assert all(0 < one["byte"] < one["step"] for one in found.values())
+    assert all(one.keys() == {"step", "byte"} and min(one.values()) > 0 for one in found.values())
 
 
 def test_the_committed_tables_are_those_of_the_records():
