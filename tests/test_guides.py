@@ -99,6 +99,8 @@ def test_a_page_can_be_followed_from_top_to_bottom(page, clone, empty_folder):
                 run(f"{activate(clone)}; {command}{' --epochs 1' if is_training else ''}", empty_folder)
         elif file := re.match(r"# (src/raytraced/[\w/]+\.py)\n", text):
             (clone / file[1]).write_text(text)
+        elif file := re.match(r"# (\w+\.py)\n", text):  # a file that the reader writes
+            (empty_folder / file[1]).write_text(text)
         else:
             script.append(text)
     if script:
