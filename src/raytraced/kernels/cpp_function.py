@@ -126,8 +126,8 @@ class LibraryFunction(ABC, Generic[O]):
             stored = iter(ctx.saved_tensors)
             tensors, data, others = ([next(stored) for _ in range(size)] for size in ctx.sizes)
             gradients = backward_operator(grads[: self.num_answers], tensors, data, others, ctx.numbers)
-            # PyTorch takes a list of None alone for one argument.
-            no_gradients = None if data and all(one is None for one in data) else [None] * len(data)
+            # PyTorch takes a list with a None in it for one argument that is no tensor.
+            no_gradients = None if any(one is None for one in data) else [None] * len(data)
             return gradients, no_gradients, None
 
         operator.register_autograd(operator_gradient, setup_context=setup_context)
