@@ -54,7 +54,7 @@ def test_an_aim_that_is_missed_is_reported_as_missed(folder):
     wasteful = [row | {"num_wasted": 1} if row["name"] == BEST else row for row in rows]
     assert next(line for line in judge(slow) if "bound" in line[1])[-1] == "missed"
     assert next(line for line in judge(wasteful) if "wasted" in line[1])[-1] == "missed"
-    quick = [row | {"compute": 1e9} if row["name"] == BEST else row for row in rows]
+    quick = [row | {"compute": 1e9} for row in rows]  # the least of all runs counts
     assert next(line for line in judge(quick) if "bound" in line[1])[-1] == "met"
 
 
