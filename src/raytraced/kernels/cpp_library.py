@@ -125,9 +125,9 @@ def are_ordinary(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
     """Whether all are contiguous CPU tensors of one precision that nothing but PyTorch's own backward pass concerns."""
     if cpu is None or torch.compiler.is_compiling() or torch.jit.is_tracing() or _is_forward_mode():
         return False
-    facts = {(type(tensor), tensor.dtype, tensor.is_cpu, tensor.is_contiguous()) for tensor in tensors}
-    if not facts <= {(kind, dtype, True, True) for kind in _ORDINARY}:
-        return False
+    for tensor in tensors:
+        if type(tensor) not in _ORDINARY or tensor.dtype is not dtype or not (tensor.is_cpu and tensor.is_contiguous()):
+            return False
     try:
         return 0 not in map(Tensor.data_ptr, tensors)
     except RuntimeError:  # inside a transform of torch.func

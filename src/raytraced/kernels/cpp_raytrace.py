@@ -7,8 +7,8 @@ Axes: B batch, L layers, N experts per layer, R rank of what gates see, T steps,
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from raytraced.sequence import (
     WEIGHTINGS,
     Estimator,
     Route,
+    Stop,
     StopPerRow,
     rates_to_one_weights,
     rates_weights,
@@ -37,7 +38,7 @@ from raytraced.sequence import (
 )
 
 _MOST_ROWS = 64  # without gradients: beyond, the calls of the separate parts matter little, and they use all threads
-_MOST_WIDTHS = 18  # as cpu/raytrace.h has places
+_MOST_WIDTHS = 18  # MOST_WIDTHS of cpu/raytrace.h
 _MOST_WEIGHTS = 2**14  # of one expert: larger ones are not what takes the time in the calls
 _NO_MEMORY = "raytraced experts: no memory for the library's scratch"
 COMPILING = "torch.compile and torch.export see the parts as operators"
@@ -57,9 +58,8 @@ INT64, UINT8 = (torch.empty(0, dtype=dtype, device="cpu") for dtype in (torch.in
 class LayerParameters(NamedTuple):
     """The parameters of a raytraced layer whose experts are MLPs, in the order in which the library reads them."""
 
-    tensors: tuple[
-        Tensor, ...
-    ]  # the maps of KernelArgs; gates; of each linear layer of the experts the weights, the biases
+    # the maps of KernelArgs; gates; of each linear layer of the experts the weights, the biases
+    tensors: tuple[Tensor, ...]
     num_linears: int
 
     @property
@@ -68,7 +68,7 @@ class LayerParameters(NamedTuple):
         return self.tensors[-2 * self.num_linears : -self.num_linears]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: every call builds one, and that would take three times as long
 class KernelArgs:
     """What a raytraced layer is made of."""
 
@@ -79,13 +79,16 @@ class KernelArgs:
     weighting: str
     stream: Stream
     weight_scale: float = 1.0
+    _parameters: LayerParameters | None = field(default=None, init=False, repr=False)
 
-    @cached_property
+    @property
     def parameters(self) -> LayerParameters:
-        """All parameters, where the grid is one of MLPs."""
-        assert isinstance(self.grid, MLPExperts)
-        weights, biases = self.grid.stacks()
-        return LayerParameters((*self.maps, *self.routing.gates(), *weights, *biases), len(weights))
+        """All parameters, where the grid is one of MLPs; gathered once, when they are first asked for."""
+        if self._parameters is None:
+            assert isinstance(self.grid, MLPExperts)
+            weights, biases = self.grid.stacks()
+            self._parameters = LayerParameters((*self.maps, *self.routing.gates(), *weights, *biases), len(weights))
+        return self._parameters
 
 
 class RaytraceOptions(NamedTuple):
@@ -127,7 +130,7 @@ class RaytraceLayer(ctypes.Structure):
     _fields_ = [
         *fields("layers experts steps is_double estimator dominant rank linears stream weighting", Int),
         *fields("temperature rate_floor output_counts weight_scale", Float),
-        ("widths", ctypes.POINTER(Int)),
+        ("widths", Int * _MOST_WIDTHS),
         ("parameters", PointerArray),
     ]
 
@@ -215,31 +218,58 @@ def _parameter_shapes(L: int, N: int, rank: int, widths: tuple[int, ...]) -> lis
 def describe_layer(layer: KernelArgs, parameters: LayerParameters, options: RaytraceOptions) -> RaytraceLayer:
     """A layer with these parameters, as the library reads it."""
     assert isinstance(layer.grid, MLPExperts)
-    (tensors, num_linears), stop = parameters, options.stop
-    return RaytraceLayer(
+    numbers = _layer_numbers(
         layer.routing.num_layers,
         layer.routing.num_experts,
-        options.num_steps,
-        tensors[0].dtype is torch.float64,
-        _ESTIMATORS[options.estimator],
-        isinstance(stop, str) and stop == "dominant",
+        layer.grid.widths,
         layer.maps[2].shape[0] if len(layer.maps) > 2 else 0,
-        num_linears,
-        _STREAMS[layer.stream],
-        _WEIGHTINGS[WEIGHTINGS[layer.weighting]],
-        options.temperature,
-        RATE_FLOOR,
-        1.0 if isinstance(stop, str | Tensor) else stop,
+        parameters.tensors[0].dtype is torch.float64,
+        layer.stream,
+        layer.weighting,
         layer.weight_scale,
-        _numbers(layer.grid.widths),
-        (Pointer * len(tensors))(*map(Tensor.data_ptr, tensors)),
+        options.num_steps,
+        options.estimator,
+        options.temperature,
+        1.0 if isinstance(options.stop, Tensor) else options.stop,
     )
+    described = RaytraceLayer.from_buffer_copy(numbers)
+    described.parameters = library.pointer_array(parameters.tensors)
+    return described
 
 
 @lru_cache
-def _numbers(values: tuple[int, ...]) -> Any:
-    """Whole numbers as the library reads them."""
-    return (Int * len(values))(*values)
+def _layer_numbers(
+    num_layers: int,
+    num_experts: int,
+    widths: tuple[int, ...],
+    rank: int,
+    is_double: bool,
+    stream: Stream,
+    weighting: str,
+    weight_scale: float,
+    num_steps: int,
+    estimator: Estimator,
+    temperature: float,
+    stop: Stop,
+) -> RaytraceLayer:
+    """A layer without its parameters. Kept: at batch size 1, filling in the fields takes as long as running the experts."""
+    return RaytraceLayer(
+        num_layers,
+        num_experts,
+        num_steps,
+        is_double,
+        _ESTIMATORS[estimator],
+        stop == "dominant",
+        rank,
+        len(widths) - 1,
+        _STREAMS[stream],
+        _WEIGHTINGS[WEIGHTINGS[weighting]],
+        temperature,
+        RATE_FLOOR,
+        1.0 if isinstance(stop, str) else stop,
+        weight_scale,
+        (Int * _MOST_WIDTHS)(*widths),
+    )
 
 
 def _answer_pointers(answer: Tensor) -> tuple[int, int | None, int | None]:

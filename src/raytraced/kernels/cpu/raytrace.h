@@ -10,11 +10,13 @@ namespace raytraced {
 // The numbers of cpp_raytrace.py.
 enum Weighting : long long { UNIT = 0, RATES_TO_ONE = 1, RATES = 2, RELATIVE = 3 };
 
-// As class RaytraceLayer in cpp_raytrace.py: a layer, and how its sequences are found; every field takes 8 bytes.
+constexpr int MOST_WIDTHS = 18;
+
+// As class RaytraceLayer in cpp_raytrace.py: a layer, and how its sequences are found; every number takes 8 bytes.
 struct RaytraceLayer {
   long long layers, experts, steps, is_double, estimator, dominant, rank, linears, stream, weighting;
   double temperature, rate_floor, output_counts, weight_scale;
-  const long long* widths;  // (J + 1), as in experts.h
+  long long widths[MOST_WIDTHS];  // (J + 1), as in experts.h
   void* const* parameters;  // as RaytraceTable has them
 };
 
