@@ -36,7 +36,8 @@ PAGES = {
         "A grid of experts for your own model, and what a call returns.",
         (
             "routers.raytraced:RaytracedExperts,RaytracedConfig,activation_sequence",
-            "layer:RoutedLayer,routed_layer,LayerOutput,Router,Choice,Cost",
+            "layer:RoutedLayer,routed_layer,LayerOutput",
+            "router:Router,Choice,Cost",
             "experts:MLPExperts",
             "integrations.replace:HiddenOnly,replace_feed_forward",
         ),

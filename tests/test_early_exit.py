@@ -9,8 +9,8 @@ import raytraced.models.card
 from raytraced.cost import sample_cost
 from raytraced.early_exit import ExitPolicy, Walk, WalkStep, confidences
 from raytraced.experts import run_dense
-from raytraced.layer import Call
 from raytraced.models.registry import MODELS
+from raytraced.router import Call
 from raytraced.routers.raytraced import RaytracedRouter
 from raytraced.sequence import Route
 

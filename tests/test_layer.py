@@ -10,7 +10,8 @@ from torch import nn
 from cases import pairs
 from raytraced import HiddenOnly, RaytracedExperts
 from raytraced.experts import Stream
-from raytraced.layer import Call, routed_layer
+from raytraced.layer import routed_layer
+from raytraced.router import Call
 from raytraced.routers.top_k import TopK
 from reference import rates_of_one, sequence_of_one, stack_of_one, weights_of_one
 

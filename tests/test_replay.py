@@ -11,9 +11,10 @@ from raytraced import kernels
 from raytraced.cli.main import main
 from raytraced.io.routes import ROUTES_FORMAT, load_routes, save_routes
 from raytraced.io.saving import read_tensors, write_tensors
-from raytraced.layer import Choice, Router, routed_layer
+from raytraced.layer import routed_layer
 from raytraced.models.registry import MODELS
 from raytraced.replay import ordered_nodes
+from raytraced.router import Choice, Router
 from raytraced.sequence import Route
 
 GRID = {"dim": 8, "num_layers": 3, "num_experts": 4}

@@ -11,25 +11,6 @@ from raytraced.routing import RoutingNetwork
 from raytraced.sequence import Estimator, Route, _Draw, _DrawBothWays, any_seen
 
 
-def flat_route(route: Route, shape: torch.Size, num_steps: int, num_experts: int) -> Route:
-    """A recorded route for rows (B,), from one with the leading shape of the vectors; refuses one of another shape."""
-    expected = (*shape, num_steps, num_experts)
-    if tuple(route.active.shape) != expected:
-        rule = f"must be {expected}: one for each vector, of a grid of {num_steps} × {num_experts} experts"
-        raise ValueError(f"route: its active set has shape {tuple(route.active.shape)}; {rule}")
-    if route.nodes is not None and route.nodes.shape[:-1] != shape:
-        raise ValueError(f"route: its nodes have shape {tuple(route.nodes.shape)}; must begin with {tuple(shape)}")
-    nodes_BT = None if route.nodes is None else route.nodes.reshape(shape.numel(), -1)
-    active_BSN = route.active.detach().reshape(-1, num_steps, num_experts)
-    return Route(active_BSN, nodes_BT, active_BSN.sum((1, 2)).long(), None)
-
-
-def keep_route_rows(route: Route, rows: Tensor | slice) -> Route:
-    """A recorded route for some of its rows."""
-    nodes_nT = None if route.nodes is None else route.nodes[rows]
-    return Route(route.active[rows], nodes_nT, route.num_active[rows], None)
-
-
 def check_followed(recorded: Route | None, active_BSN: Tensor, name: str) -> None:
     """Refuse that a router has chosen other experts than those of the route that it was given."""
     if recorded is None:

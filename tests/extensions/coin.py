@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from raytraced.errors import require
-from raytraced.layer import Choice, Draws, Router
+from raytraced.router import Choice, Draws, Router
 
 
 class Coin(Router):

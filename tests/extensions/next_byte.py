@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from raytraced.data.hashing import SHUFFLE, permutation
-from raytraced.layer import Call, Cost, RoutedLayer
+from raytraced.layer import RoutedLayer
 from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost
+from raytraced.router import Call, Cost
 from raytraced.tasks import task
 from raytraced.tasks.task import Batch, Tally, Task
 

@@ -18,8 +18,9 @@ from raytraced.__main__ import main
 from raytraced.experts import MLPExperts, update_dense
 from raytraced.io import export as exporting
 from raytraced.io.export import BaselineGraph, export, follow, trace, update_folded
-from raytraced.layer import Choice, Router, routed_layer
+from raytraced.layer import routed_layer
 from raytraced.models.registry import MODELS
+from raytraced.router import Choice, Router
 from raytraced.routing import RoutingNetwork
 from raytraced.sequence import Route, unroll
 

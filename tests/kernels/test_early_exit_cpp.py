@@ -10,7 +10,7 @@ import raytraced as rt
 from raytraced import kernels
 from raytraced.early_exit import ExitPolicy
 from raytraced.experts import Stream
-from raytraced.layer import Call
+from raytraced.router import Call
 from raytraced.sequence import WEIGHTINGS
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"compiled kernels {kernels.why_not()}")

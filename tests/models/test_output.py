@@ -5,8 +5,9 @@ from torch import nn
 
 from raytraced import Output, RaytracedExperts
 from raytraced.cost import sample_cost
-from raytraced.layer import Cost, routed_layer
+from raytraced.layer import routed_layer
 from raytraced.models.output import Model, linear_cost
+from raytraced.router import Cost
 from raytraced.routers.top_k import TopK
 
 

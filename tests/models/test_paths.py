@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy
 import raytraced
 from raytraced import kernels
 from raytraced.cost import sample_cost
-from raytraced.layer import Call
 from raytraced.models.dial import find_stop
 from raytraced.models.gpt import KVCache
+from raytraced.router import Call
 
 SMALL = {"dim": 16, "hidden": 8, "num_experts": 4, "depth": 3, "num_heads": 2, "context": 12}
 SHARP = {"entry_scale": 8.0, "input_init_std": 2.0, "weighting": "relative", "weight_scale": 2.0, "stop": 0.2}

@@ -5,7 +5,7 @@ import torch
 
 from raytraced import RaytracedExperts, RoutingNetwork, activation_sequence, build
 from raytraced.experts import run_dense
-from raytraced.layer import Call
+from raytraced.router import Call
 from raytraced.sequence import WEIGHTINGS
 
 OPTIONS = [

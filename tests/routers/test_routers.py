@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from raytraced.experts import Stream, make_grid, update_dense
-from raytraced.layer import Call, Choice, Draws, RoutedLayer, Router, routed_layer
+from raytraced.layer import RoutedLayer, routed_layer
 from raytraced.rng import uniform
+from raytraced.router import Call, Choice, Draws, Router
 from raytraced.routers.ada_k import AdaK
 from raytraced.routers.aux_free import AuxFree
 from raytraced.routers.chain import ChainOfExperts

@@ -9,8 +9,8 @@ from torch import Tensor
 from raytraced import early_exit
 from raytraced.early_exit import Confidence, ExitPolicy
 from raytraced.errors import check_budget
-from raytraced.layer import flat_mask
 from raytraced.models.output import Model
+from raytraced.rows import flat_mask
 from raytraced.sequence import Select, StopPerRow
 
 

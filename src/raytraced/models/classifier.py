@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from raytraced import kernels
 from raytraced.early_exit import ExitEvery, ExitPolicy, Exits, MappedExits
 from raytraced.errors import require, require_one_of
-from raytraced.layer import Call, Cost, Fusable, LayerOutput, RoutedLayer
+from raytraced.layer import LayerOutput, RoutedLayer
 from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost, num_parameters
+from raytraced.router import Call, Cost, Fusable
 from raytraced.routers.prefixes import expert_exits, prefixes
 from raytraced.routers.raytraced import RaytracedExperts
 

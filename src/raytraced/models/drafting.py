@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from raytraced.errors import require
-from raytraced.layer import Call, flat_stop
 from raytraced.models.caches import KVCache, NextTokens
 from raytraced.models.sampling import Drawn, draw_token, kept_probabilities
+from raytraced.router import Call
+from raytraced.rows import flat_stop
 from raytraced.sequence import StopPerRow
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from raytraced.layer import Call, Choice, GridSteps, LayerOutput, RoutedLayer, flat_stop, shape_route, spread_route
+from raytraced.layer import GridSteps, LayerOutput, RoutedLayer
 from raytraced.models.paths import without_experts
-from raytraced.replay import flat_route, keep_route_rows
+from raytraced.router import Call, Choice
+from raytraced.rows import flat_route, flat_stop, keep_route_rows, shape_route, spread_route
 
 PolicyLossFn = Callable[[Tensor], Tensor]
 

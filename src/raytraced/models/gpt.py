@@ -15,13 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from raytraced import kernels
 from raytraced.errors import require, require_one_of
-from raytraced.layer import (
-    Call,
-    Choice,
-    Cost,
-    RoutedLayer,
-    flat_stop,
-)
+from raytraced.layer import RoutedLayer
 from raytraced.models.attention import Attention, causal_mask
 from raytraced.models.caches import KVCache, TextCaches, multiply_apart
 from raytraced.models.drafting import Drafting, generate_drafted
@@ -36,6 +30,8 @@ from raytraced.models.paths import (
     within_bytes,
 )
 from raytraced.models.sampling import Drawn, draw_token
+from raytraced.router import Call, Choice, Cost
+from raytraced.rows import flat_stop
 from raytraced.sequence import StopPerRow
 from raytraced.store.budget import ByteBudget, TimeLimit
 from raytraced.store.experts import StoredExperts

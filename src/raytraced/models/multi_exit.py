@@ -12,9 +12,10 @@ from raytraced import early_exit
 from raytraced.early_exit import ExitEvery, ExitPolicy
 from raytraced.errors import check_budget, require
 from raytraced.experts import StreamName
-from raytraced.layer import Call, Cost, Exit
+from raytraced.layer import Exit
 from raytraced.models.classifier import InputBlock
 from raytraced.models.output import Model, Output, SampleLossFn, linear_cost
+from raytraced.router import Call, Cost
 from raytraced.routers.dense import MLPLayers
 from raytraced.sequence import Route, Select
 

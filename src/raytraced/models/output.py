@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from raytraced import early_exit
 from raytraced.early_exit import BudgetExits, Confidence, ExitEvery, ExitPolicy, Exits
 from raytraced.errors import require
-from raytraced.layer import Call, Cost, LayerOutput, RoutedLayer, flat, flat_mask, flat_stop
+from raytraced.layer import LayerOutput, RoutedLayer
 from raytraced.models.card import ModelCard
 from raytraced.models.dial import find_stop
 from raytraced.rng import RandomSource, ReplayedGenerator, check_generator
+from raytraced.router import Call, Cost
+from raytraced.rows import flat, flat_mask, flat_stop
 from raytraced.sequence import Route, Select, StopPerRow
 from raytraced.store.experts import StoredExperts
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from raytraced.layer import Choice, map_route, unordered_route
+from raytraced.router import Choice
+from raytraced.rows import map_route, unordered_route
 from raytraced.store.budget import ByteBudget
 from raytraced.store.experts import StoredExperts
 

@@ -110,7 +110,8 @@ def _find_layer(name: str) -> ModelInfo | None:
     """The layer of a name: one of MODELS, or a plugin's; None where there is none."""
     if name in MODELS or (found := find_plugin("router", name)) is None:
         return MODELS.get(name)
-    from raytraced.layer import RoutedLayer, Router
+    from raytraced.layer import RoutedLayer
+    from raytraced.router import Router
 
     thing, origin = found
     if isinstance(thing, ModelInfo):
@@ -250,7 +251,8 @@ class _LayerFactory:
 
 def _layer(path: str | type) -> tuple[Callable[..., Any], dict[str, inspect.Parameter]]:
     """A function that makes a layer, and its options: those of the class, of its config, and of the grid behind a router."""
-    from raytraced.layer import Router, routed_layer
+    from raytraced.layer import routed_layer
+    from raytraced.router import Router
 
     made = _resolve(path)
     known = dict(inspect.signature(made).parameters)

@@ -2,7 +2,7 @@
 
 `raytraced.py` is the method of this package; the other files are baselines. To add a router:
 
-1. Write a subclass of `raytraced.layer.Router` in a new file. Its `route` returns a `Choice` for one step: the active
+1. Write a subclass of `raytraced.router.Router` in a new file. Its `route` returns a `Choice` for one step: the active
    experts (B, N), their weights (B, N) and, in training, a loss of its own. A router that needs only the layer's input
    implements `plan` instead, which returns the `Choice` of all steps (B, S, N).
 2. Add a line to `MODELS` in `raytraced/models/registry.py`. Keyword arguments of the class become options of the model.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raytraced.errors import require, require_one_of
-from raytraced.layer import Choice, Draws, Router
+from raytraced.router import Choice, Draws, Router
 from raytraced.routers.choosing import global_load, softmax_over, top_mask
 from raytraced.routers.top_k import Total
 

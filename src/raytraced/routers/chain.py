@@ -6,7 +6,7 @@ Axes: B batch, L layers, N experts per layer, D width.
 from torch import Tensor
 
 from raytraced.errors import require
-from raytraced.layer import Choice, Draws, Router
+from raytraced.router import Choice, Draws, Router
 from raytraced.routers.choosing import balance_loss, top_mask
 
 

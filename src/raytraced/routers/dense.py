@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from raytraced.errors import require
 from raytraced.experts import StreamName, make_grid, run_stream
-from raytraced.layer import Call, Choice, LayerOutput, RoutedLayer, Router
+from raytraced.layer import LayerOutput, RoutedLayer
+from raytraced.router import Call, Choice, Router
 from raytraced.sequence import Route
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raytraced.errors import require
-from raytraced.layer import Call, Choice, Cost, Router
+from raytraced.router import Call, Choice, Cost, Router
 from raytraced.routers.choosing import top_mask
 
 
@@ -43,7 +43,7 @@ class HashRouting(Router):
         return True
 
     def plan(self, hidden_BD: Tensor, call: Call) -> Choice:
-        """Choose for all steps; see `raytraced.layer.Router.plan`."""
+        """Choose for all steps; see `raytraced.router.Router.plan`."""
         super().plan(hidden_BD, call)
         vectors_BD = hidden_BD.detach().to(self.directions.dtype)
         scores_BLN = torch.einsum("lnd,bd->bln", self.directions, vectors_BD)

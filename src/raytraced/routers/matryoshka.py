@@ -6,7 +6,7 @@ Axes: B batch, N experts per layer, D width.
 from torch import Tensor
 
 from raytraced.errors import require
-from raytraced.layer import Choice, Draws
+from raytraced.router import Choice, Draws
 from raytraced.routers.choosing import softmax_over
 from raytraced.routers.top_k import TopK, Total
 
@@ -43,7 +43,7 @@ class MatryoshkaTopK(TopK):
         require(1 <= self.most <= num_experts, "most", self.most, f"must lie in 1 … num_experts={num_experts}")
 
     def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:
-        """Choose for one step; see `raytraced.layer.Router.route`."""
+        """Choose for one step; see `raytraced.router.Router.route`."""
         logits_BN = self.gate_logits(step, hidden_BD)
         rank_BN = logits_BN.detach().argsort(dim=-1, descending=True, stable=True).argsort(-1)
         count_B1 = rank_BN.new_full((rank_BN.shape[0], 1), self.k)

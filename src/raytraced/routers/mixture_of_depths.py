@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from raytraced.errors import require
-from raytraced.layer import Choice, Draws, Router
+from raytraced.router import Choice, Draws, Router
 
 
 class MixtureOfDepths(Router):

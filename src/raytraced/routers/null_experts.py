@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from raytraced.errors import require
-from raytraced.layer import Choice, Draws, Router
+from raytraced.router import Choice, Draws, Router
 from raytraced.routers.choosing import balance_loss, top_mask
 
 

@@ -8,7 +8,7 @@ Axes: B batch, S steps, N experts per layer, D width.
 import torch
 from torch import Tensor
 
-from raytraced.layer import Call, Choice, Draws
+from raytraced.router import Call, Choice, Draws
 from raytraced.routers.top_k import TopK
 
 

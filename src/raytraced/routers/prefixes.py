@@ -11,9 +11,11 @@ from torch import Tensor
 
 from raytraced import kernels
 from raytraced.experts import MLPExperts
-from raytraced.layer import Call, Exit, LayerOutput, flat_stop
+from raytraced.layer import Exit, LayerOutput
 from raytraced.rng import ReplayedGenerator
+from raytraced.router import Call
 from raytraced.routers.raytraced import RaytracedExperts
+from raytraced.rows import flat_stop
 
 FEW_ROWS = 64  # that one call of `raytrace` takes
 CallWithBudget = Callable[[int, Tensor], Call]

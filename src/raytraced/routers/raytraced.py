@@ -17,20 +17,12 @@ from raytraced import kernels
 from raytraced.early_exit import ExitPolicy
 from raytraced.errors import require, require_one_of
 from raytraced.experts import Stream, StreamName, make_grid, run_dense
-from raytraced.layer import (
-    Call,
-    Choice,
-    Cost,
-    Fusable,
-    LayerOutput,
-    RoutedLayer,
-    Router,
-    flat,
-    flat_stop,
-)
+from raytraced.layer import LayerOutput, RoutedLayer
 from raytraced.replay import check_gradient
 from raytraced.rng import RandomSource, log_uniform, new_seed
+from raytraced.router import Call, Choice, Cost, Fusable, Router
 from raytraced.routing import GateInit, RoutingNetwork, entry_rates, input_logits
+from raytraced.rows import flat, flat_stop
 from raytraced.sequence import Estimator, Route, Select, Stop, StopPerRow, check_sequence_options, expert_weights
 
 Weighting = Literal["auto", "unit", "rates-to-one", "rates", "relative"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from raytraced.errors import require
-from raytraced.layer import Choice, Draws, Router
+from raytraced.router import Choice, Draws, Router
 from raytraced.routers.choosing import global_load
 
 START = 1e-8  # the penalty at the first step, as in the reference

@@ -10,7 +10,7 @@ Axes: B batch, L layers, N experts per layer, D width.
 import torch
 from torch import Tensor
 
-from raytraced.layer import Choice, Draws
+from raytraced.router import Choice, Draws
 from raytraced.routers.choosing import global_load, softmax_over, top_mask
 from raytraced.routers.top_k import TopK, Total
 
@@ -49,7 +49,7 @@ class SeqTopK(TopK):
         self.register_buffer("cut", torch.full((num_layers,), 1 / num_experts))
 
     def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:
-        """Choose for one step; see `raytraced.layer.Router.route`."""
+        """Choose for one step; see `raytraced.router.Router.route`."""
         logits_BN = self.gate_logits(step, hidden_BD)
         probs_BN = logits_BN.softmax(-1)
         if self.training:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raytraced.errors import require
-from raytraced.layer import Choice, Cost, Draws, Router
+from raytraced.router import Choice, Cost, Draws, Router
 from raytraced.routers.choosing import global_load
 
 

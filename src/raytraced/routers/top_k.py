@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from raytraced.errors import require, require_one_of
-from raytraced.layer import Choice, Draws, Router
+from raytraced.router import Choice, Draws, Router
 from raytraced.routers.choosing import balance_loss, softmax_over, top_mask
 
 Total = Literal["one", "count"]

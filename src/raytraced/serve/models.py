@@ -17,11 +17,11 @@ from raytraced import kernels
 from raytraced.early_exit import ExitEvery, Exits, MappedExits
 from raytraced.experts import Stream
 from raytraced.io.saving import load
-from raytraced.layer import Call
 from raytraced.models.caches import multiply_apart
 from raytraced.models.classifier import Classifier
 from raytraced.models.gpt import GPT
 from raytraced.models.output import Model, Output, num_parameters
+from raytraced.router import Call
 from raytraced.routers.prefixes import FEW_ROWS
 from raytraced.routers.raytraced import RaytracedExperts
 from raytraced.tasks.images.task import known_classes

@@ -14,9 +14,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from raytraced.layer import Call
 from raytraced.models.caches import TextCaches
 from raytraced.models.gpt import GPT
+from raytraced.router import Call
 from raytraced.serve.answering import PATIENCE, Delivery, Query
 from raytraced.serve.generation import Continuation, NotFiniteError, check_finite, draw_tokens
 from raytraced.serve.metrics import Metrics
