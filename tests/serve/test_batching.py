@@ -16,7 +16,7 @@ from raytraced.serve.batching import Worker
 from raytraced.serve.budgets import Budget
 from raytraced.serve.clock import TimedLoop
 from raytraced.serve.limits import Limits, RefusedError
-from raytraced.serve.lowering import lower_efforts
+from raytraced.serve.lowering import lower_efforts, relieve
 from raytraced.serve.metrics import Metrics
 from raytraced.serve.middleware import Gate, Traffic
 from serve.conftest import some_images
@@ -206,6 +206,50 @@ def test_the_cheapest_loss_is_lowered_first_and_no_more_than_needed(models):
     assert efforts(0.006) == [0.75, 0.5, 1.0]
     assert efforts(1.0) == [0.5, 0.5, 1.0]  # too late in any case
     assert efforts(0.002, lowest=1.0) == [1.0, 1.0, 1.0]
+
+
+def test_refusals_lower_efforts_and_answers_raise_them_again(models):
+    admission = Admission()
+
+    def effort(lowest):
+        query = waiting_query(models[0], ROWS, lowest, 100.0)
+        relieve(query, admission.pressure)
+        return query.budget.effort
+
+    assert effort(0.5) == 1.0
+    for _ in range(4):
+        with pytest.raises(RefusedError):
+            admission.check(0.05, num_others=1, elapsed=0.06)
+    assert (effort(0.5), effort(1.0)) == (0.75, 1.0)
+    for _ in range(50):
+        with pytest.raises(RefusedError):
+            admission.check(0.05, num_others=1, elapsed=0.06)
+    assert (effort(0.5), effort(0.75), effort(1.0)) == (0.5, 0.75, 1.0)
+    for _ in range(500):
+        admission.observe(0.001, num_others=0)
+    assert admission.pressure < 1e-3
+    plain, adaptive = (Worker(Metrics(), Admission(), adaptive) for adaptive in (False, True))
+    for worker in (plain, adaptive):
+        worker.admission.pressure = 1.0
+        query = waiting_query(models[0], ROWS, 0.5, perf_counter() + 60)
+        worker.submit([query])
+        assert query.budget.effort == (0.5 if worker is adaptive else 1.0)
+
+
+def test_time_beyond_the_least_effort_does_not_count_as_delay(models):
+    times = ServiceTimes()
+    query = waiting_query(models[0], ROWS, 0.5, 100.0)
+    times.observe(query, 0.010)
+    assert times.spared == pytest.approx(0.005)
+    query.budget = query.budget.lowered()  # three quarters of the whole
+    times.observe(query, 0.009)
+    assert times.spared == pytest.approx(0.005 + 0.003)
+    times.observe(waiting_query(models[0], ROWS, 1.0, 100.0), 0.010)
+    assert times.spared == pytest.approx(0.008)
+    plain, adaptive = (Worker(Metrics(), Admission(), adaptive) for adaptive in (False, True))
+    for worker in (plain, adaptive):
+        worker.times.spared = 1.0
+        assert worker.spared == (1.0 if worker is adaptive else 0.0)
 
 
 def test_a_query_that_no_longer_fits_gives_way_to_those_that_wait(models):

@@ -13,6 +13,10 @@ REPLY_PERCENTILE = 0.95  # rarer delays are part of the margin; here they would 
 NUM_NEWEST = 500  # values of which a percentile is taken
 UNMEASURED = 50  # after so many without an answer the oldest value is removed, since nothing new is measured
 DOUBT = 0.998  # of an expected time that is left after each query that it kept from the end
+REFUSED, ANSWERED = (
+    0.1,
+    0.02,
+)  # shares by which the pressure moves: towards 1 with each refusal, towards 0 with each answer
 IDLE = 0.001  # seconds that a request may have waited to be read by a server that counts as idle
 
 
@@ -55,11 +59,14 @@ class ServiceTimes:
     def __init__(self) -> None:
         self.seconds: defaultdict[tuple[str, bool], float] = defaultdict(float)
         self.step_seconds: defaultdict[str, float] = defaultdict(float)  # of a step of a model's texts
+        self.spared = 0.0  # seconds of all computations so far beyond those of the least efforts that requests allowed
 
     def observe(self, query: Query, seconds: float) -> None:
         """Take the seconds that one input took, at its effort."""
         key, newest = (query.served.name, query.at_exits), seconds / query.effort
         self.seconds[key] = running_mean(self.seconds[key], newest)
+        if query.budget is not None:
+            self.spared += seconds * (1 - query.budget.least / query.effort)
 
     def doubt(self, name: str) -> None:
         """Lower what an answer at the end takes where that kept a query from being answered so.
@@ -89,6 +96,7 @@ class Admission:
         self.margin = Percentile(PERCENTILE)
         self.reply = Percentile(REPLY_PERCENTILE)  # from an answer to the moment at which it is sent
         self.times = ServiceTimes()
+        self.pressure = 0.0  # 0 … 1: how much of the effort that a request allows to be saved should be saved
 
     def expect(self, ahead: float, num_others: int) -> float:
         """The mean of the seconds from now to an answer.
@@ -115,6 +123,7 @@ class Admission:
         had_to_wait = waited > IDLE and expected - waited <= max_seconds  # an idle server would have been in time
         if (num_others or had_to_wait) and expected > max_seconds:
             self.margin.count_refusal()
+            self.pressure += REFUSED * (1 - self.pressure)
             rule = f"{num_others} requests are in progress, an answer takes up to {1000 * expected:.0f} ms"
             raise RefusedError(
                 429, "deadline", f"max_ms={1000 * max_seconds:g}: {rule}; try again later, or allow more"
@@ -122,6 +131,7 @@ class Admission:
 
     def observe(self, seconds: float, num_others: int, ahead: float = 0.0) -> None:
         """Take one measurement: the time from the check to an answer, and what the check knew."""
+        self.pressure -= ANSWERED * self.pressure
         self.margin.add(seconds - self.expect(ahead, num_others))
         self.handling_seconds = running_mean(self.handling_seconds, max(0.0, seconds - ahead) / (num_others + 1))
 

@@ -19,7 +19,7 @@ import torch
 from raytraced.serve.admission import Admission
 from raytraced.serve.answering import Delivery, Query, answer_queries
 from raytraced.serve.generation import NotFiniteError
-from raytraced.serve.lowering import lower_efforts, lower_text
+from raytraced.serve.lowering import lower_efforts, lower_text, relieve
 from raytraced.serve.metrics import Metrics
 from raytraced.serve.models import Served
 from raytraced.serve.text_batch import TextBatch
@@ -74,6 +74,8 @@ class Worker:
                     lower_text(query, self.times.step_seconds[name])
                 self.texts.setdefault(name, TextBatch(query.served, self.metrics)).add(query)
                 continue
+            if self.adaptive:
+                relieve(query, self.admission.pressure)
             query.direct = query.may_be_direct and self.fits(query)
             if query.may_be_direct and not query.direct:
                 self.times.doubt(query.served.name)
@@ -114,9 +116,15 @@ class Worker:
     def seconds_before(self, due: float) -> float:
         """The computation of all that is due before a moment; where efforts may be lowered, that of the least efforts."""
         ahead = [query for query in self.waiting_queries() if query.due <= due]
-        ahead += [query for job in self.running if job.due <= due for query in job.queries]
+        running = [query for job in self.running if job.due <= due for query in job.queries]
         steps = [self.times.step_seconds[name] for name, batch in self.texts.items() if batch.texts]
-        return sum(self.times.expect(query, self.adaptive) for query in ahead) + sum(steps)
+        waiting = sum(self.times.expect(query, self.adaptive) for query in ahead)
+        return waiting + sum(map(self.times.expect, running)) + sum(steps)
+
+    @property
+    def spared(self) -> float:
+        """Seconds of all computations so far that lower efforts would have saved; 0 where efforts are not lowered."""
+        return self.times.spared if self.adaptive else 0.0
 
     def waiting_queries(self) -> list[Query]:
         """The queries that wait, in any order."""
@@ -213,6 +221,7 @@ class Worker:
         for query, _, last in delivered:
             if last:
                 self.times.observe(query, query.seconds)
+                query.spared = self.spared
         self.deliver(delivered)
         done = {id(query) for query, _, last in delivered if last}
         job.queries = [query for query in job.queries if id(query) not in done and not query.cancelled]

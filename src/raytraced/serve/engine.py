@@ -101,7 +101,7 @@ class Engine:
         numbers = {Query(inputs=one, deliver=queue.put_nowait, **options): n for n, one in enumerate(inputs)}
         for query, seed in zip(numbers, seeds or (), strict=seeds is not None):
             query.seed = seed
-        checked, ahead = perf_counter(), 0.0
+        checked, ahead, spared = perf_counter(), 0.0, self.worker.spared
         if max_ms is not None:
             ahead = self.worker.seconds_ahead(list(numbers))
             self.admission.check(max_ms / 1000 - SENDING, num_others, checked - arrived, ahead)
@@ -117,7 +117,9 @@ class Engine:
                 if last and max_ms is not None and query.first_answer is not None:
                     reply = perf_counter() - query.delivered
                     self.admission.reply.add(reply)
-                    self.admission.observe(query.first_answer + reply - checked, num_others, ahead)
+                    # Efforts above the least are for spare time: with more requests, they would have been lowered.
+                    taken = query.first_answer + reply - checked - (query.spared - spared)
+                    self.admission.observe(taken, num_others, ahead)
                 if "token" in answer and query not in started:
                     started.add(query)
                     self.traffic.metrics.count_first_token(perf_counter() - arrived)

@@ -50,6 +50,20 @@ def lower_efforts(queries: Sequence[Query], start: float, times: ServiceTimes, h
     return lowered
 
 
+def relieve(query: Query, pressure: float) -> None:
+    """Lower an effort where requests are being refused: a lower effort costs less than no answer.
+
+    Args:
+        query: The query.
+        pressure: The share of what its request allows to save that is saved, 0 … 1.
+    """
+    if query.budget is None:
+        return
+    highest = query.budget.effort - pressure * (query.budget.effort - query.budget.least)
+    while query.budget.effort > highest and (below := query.budget.lowered()) is not None:
+        query.budget = below
+
+
 def lower_text(query: Query, step_seconds: float) -> None:
     """Lower the effort of a text that would not reach its length before its deadline, as far as its request allows it."""
     if query.deadline is None or query.budget is None or query.sampling is None:
