@@ -27,11 +27,14 @@ def path(request):
         yield 0.0 if request.param == "cpp" else 1e-5
 
 
-def parts():
-    """The rows 0 … 199 in batches of several sizes, in and out of order."""
+@pytest.fixture(params=["some", pytest.param("all", marks=pytest.mark.slow)])
+def parts(request):
+    """The rows 0 … 199 in batches of several sizes, in and out of order: one batch of each size, or every batch."""
+    found = []
     for size in BATCHES:
-        yield torch.arange(NUM).split(size)[1]
-        yield torch.randperm(NUM).split(size)[0]
+        in_order, shuffled = torch.arange(NUM).split(size), torch.randperm(NUM).split(size)
+        found += [*in_order, *shuffled] if request.param == "all" else [in_order[1], shuffled[0]]
+    return found
 
 
 def assert_rows(found, whole, rows, bound):
@@ -45,7 +48,7 @@ def assert_rows(found, whole, rows, bound):
 @torch.no_grad()
 @pytest.mark.parametrize("estimator", ["reinmax", "gumbel"])
 @pytest.mark.parametrize("drawn", [True, False])
-def test_a_rows_sequence_is_its_own(estimator, drawn, path):
+def test_a_rows_sequence_is_its_own(estimator, drawn, path, parts):
     routing = RaytracedExperts(6, 3, 4, output_logit_offset=0.0).router.routing
     entry, seed = torch.randn(NUM, 4).softmax(-1), new_seed(None, torch.device("cpu")) if drawn else None
     options = {"stop": "drawn", "estimator": estimator, "temperature": 5.0, "num_steps": 12, "seed": seed}
@@ -55,7 +58,7 @@ def test_a_rows_sequence_is_its_own(estimator, drawn, path):
         return route.nodes, route.active, route.num_active, *route.rates
 
     whole = run(torch.arange(NUM))
-    for rows in parts():
+    for rows in parts:
         assert_rows(run(rows), whole, rows, path)
     assert len(whole[2].unique()) > 2
 
@@ -63,7 +66,7 @@ def test_a_rows_sequence_is_its_own(estimator, drawn, path):
 @torch.no_grad()
 @pytest.mark.parametrize("stream", list(Stream))
 @pytest.mark.parametrize("hidden_width", [5, 64])
-def test_what_experts_make_of_a_row_is_its_own(stream, hidden_width, path):
+def test_what_experts_make_of_a_row_is_its_own(stream, hidden_width, path, parts):
     grid = RaytracedExperts(6, 3, 4, hidden=hidden_width).experts
     hidden, active = torch.randn(NUM, 6), (torch.rand(NUM, 3, 4) < 0.4).float()
     weights = active * torch.rand(NUM, 3, 4)
@@ -74,7 +77,7 @@ def test_what_experts_make_of_a_row_is_its_own(stream, hidden_width, path):
         return kernels.experts(grid, hidden[rows], active[rows], weights[rows], stream), layer
 
     whole = run(torch.arange(NUM))
-    for rows in parts():
+    for rows in parts:
         assert_rows(run(rows), whole, rows, path)
 
 
@@ -83,7 +86,7 @@ def test_what_experts_make_of_a_row_is_its_own(stream, hidden_width, path):
     ("stream", "weighting", "path"), pairs(list(Stream), ["unit", "rates-to-one", "rates"], PATHS), indirect=["path"]
 )
 @pytest.mark.usefixtures("path")
-def test_one_call_for_few_rows_gives_what_steps_give_for_many(stream, weighting):
+def test_one_call_for_few_rows_gives_what_steps_give_for_many(stream, weighting, parts):
     layer, hidden = RaytracedExperts(6, 3, 4, output_logit_offset=0.0), torch.randn(NUM, 6)
     gate = layer.router.gate["weight"], layer.router.gate["bias"]
     parts_of = kernels.KernelArgs(layer.router.routing, layer.experts, gate, weighting, stream)
@@ -95,7 +98,7 @@ def test_one_call_for_few_rows_gives_what_steps_give_for_many(stream, weighting)
         return out, route.nodes, route.active, route.num_active, *route.rates
 
     whole = run(torch.arange(NUM))
-    for rows in parts():
+    for rows in parts:
         assert_rows(run(rows), whole, rows, 1e-5)  # the entry gate is in the call for few, and PyTorch's for many
 
 
@@ -107,7 +110,7 @@ CASES = [(name, mode) for name in MODELS for mode in (True, False) if not (mode 
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "training"), CASES)
 @pytest.mark.usefixtures("path")
-def test_a_models_answer_to_a_row_is_its_own_up_to_the_rounding_of_matrix_products(name, training):
+def test_a_models_answer_to_a_row_is_its_own_up_to_the_rounding_of_matrix_products(name, training, parts):
     options = {"train_select": "sample"} if name.startswith("mre") else {}
     model = build(name, image_shape=(1, 4, 4), num_classes=3, **options).train(training)
     images = torch.rand(NUM, 1, 4, 4)
@@ -119,7 +122,7 @@ def test_a_models_answer_to_a_row_is_its_own_up_to_the_rounding_of_matrix_produc
         return out.num_experts, out.routes[0].active, out.logits
 
     whole = run(torch.arange(NUM))
-    for rows in list(parts())[1::2]:
+    for rows in parts[1::2]:
         assert_rows(run(rows), whole, rows, 1e-5)
 
 
@@ -135,10 +138,10 @@ def gradients_of(run, rows, vectors, parameters):
     return torch.autograd.grad(losses_B.sum(), own, materialize_grads=True), shares
 
 
-def assert_gradients_are_a_rows_own(run, vectors, parameters, bound):
+def assert_gradients_are_a_rows_own(run, vectors, parameters, bound, parts):
     whole, _ = gradients_of(run, torch.arange(NUM), vectors, parameters)
     assert all(gradient.any() for gradient in whole)
-    for rows in parts():
+    for rows in parts:
         found, shares = gradients_of(run, rows, vectors, parameters)
         assert_rows(found, whole, rows, bound)
         _, alone = gradients_of(run, rows[:1], vectors, parameters)
@@ -158,7 +161,7 @@ def assert_gradients_are_a_rows_own(run, vectors, parameters, bound):
     pairs(["reinmax", "gumbel", "straight-through"], [True, False], PATHS),
     indirect=["path"],
 )
-def test_a_rows_gradient_through_its_sequence_is_its_own(estimator, drawn, path):
+def test_a_rows_gradient_through_its_sequence_is_its_own(estimator, drawn, path, parts):
     routing = RaytracedExperts(6, 3, 4, output_logit_offset=0.0).router.routing
     entry, probe = torch.randn(NUM, 4).softmax(-1), torch.randn(NUM, 3, 4)
     seed = new_seed(None, torch.device("cpu")) if drawn else None
@@ -168,11 +171,11 @@ def test_a_rows_gradient_through_its_sequence_is_its_own(estimator, drawn, path)
         route = kernels.sequence(routing, entry, rows_B=rows, **options)
         return ((route.active + route.rates.nodes) * probe[rows]).sum((-1, -2)) + route.rates.output
 
-    assert_gradients_are_a_rows_own(run, [entry], list(routing.parameters()), path)
+    assert_gradients_are_a_rows_own(run, [entry], list(routing.parameters()), path, parts)
 
 
 @pytest.mark.parametrize(("stream", "hidden_width", "path"), pairs(list(Stream), [5, 64], PATHS), indirect=["path"])
-def test_a_rows_gradient_through_experts_is_its_own(stream, hidden_width, path):
+def test_a_rows_gradient_through_experts_is_its_own(stream, hidden_width, path, parts):
     grid = RaytracedExperts(6, 3, 4, hidden=hidden_width).experts
     hidden, active = torch.randn(NUM, 6), (torch.rand(NUM, 3, 4) < 0.4).float()
     weights = active * torch.rand(NUM, 3, 4)
@@ -185,12 +188,12 @@ def test_a_rows_gradient_through_experts_is_its_own(stream, hidden_width, path):
         return kernels.experts(second, hidden, active[rows, 1:2], weights[:, 1:2], Stream.LAST).square().sum(-1)
 
     for each in (run, run_layer):
-        assert_gradients_are_a_rows_own(each, [hidden, weights], list(grid.parameters()), path)
+        assert_gradients_are_a_rows_own(each, [hidden, weights], list(grid.parameters()), path, parts)
 
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.usefixtures("path")
-def test_a_rows_gradient_through_a_layer_is_its_own_up_to_the_rounding_of_matrix_products(own):
+def test_a_rows_gradient_through_a_layer_is_its_own_up_to_the_rounding_of_matrix_products(own, parts):
     expert = (lambda: torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh())) if own else None
     layer, hidden = (
         RaytracedExperts(6, 3, 4, output_logit_offset=0.0, train_select="sample", expert=expert),
@@ -201,4 +204,4 @@ def test_a_rows_gradient_through_a_layer_is_its_own_up_to_the_rounding_of_matrix
         return layer(hidden, generator=torch.Generator().manual_seed(3), rows=rows).hidden.square().sum(-1)
 
     with kernels.use(experts="sparse") if own else kernels.use():
-        assert_gradients_are_a_rows_own(run, [hidden], list(layer.router.parameters()), 1e-5)
+        assert_gradients_are_a_rows_own(run, [hidden], list(layer.router.parameters()), 1e-5, parts)

@@ -27,16 +27,19 @@ def text_of(drawn) -> list[tuple[int, int]]:
     return [(int(one.tokens), int(one.num_experts)) for one in drawn]
 
 
+@pytest.mark.parametrize(("num_prompts", "length"), [(1, 20), pytest.param(8, 60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("draft_tokens", [1, 3, 20])
 @pytest.mark.parametrize("draft_experts", [0, 1, 2])
-def test_the_likeliest_text_is_that_without_drafts_past_the_context_too(model, draft_experts, draft_tokens):
+def test_the_likeliest_text_is_that_without_drafts_past_the_context_too(
+    model, draft_experts, draft_tokens, num_prompts, length
+):
     drafted, refused = 0, 0
-    budgets = ({}, {"max_experts": 4}, {"stop": 0.3}, {"stop": torch.tensor([2.0])})
+    budgets = ({}, {"max_experts": 4}, {"stop": 0.3}, {"stop": torch.tensor([2.0])}) * num_prompts
     for seed, options in enumerate(budgets):
         prompt = torch.randint(8, (1, 5), generator=torch.Generator().manual_seed(seed))
         options = {"temperature": 0.0, **options}
-        expected = list(model.generate(prompt, 20, **options))
-        found = list(model.generate(prompt, 20, draft_experts=draft_experts, draft_tokens=draft_tokens, **options))
+        expected = list(model.generate(prompt, length, **options))
+        found = list(model.generate(prompt, length, draft_experts=draft_experts, draft_tokens=draft_tokens, **options))
         assert text_of(found) == text_of(expected)
         assert all(
             torch.equal(one.paths.active, other.paths.active) for one, other in zip(found, expected, strict=True)
@@ -44,7 +47,7 @@ def test_the_likeliest_text_is_that_without_drafts_past_the_context_too(model, d
         refused += sum(not one.drafted for one in found)
         drafted += sum(one.drafted for one in found)
     assert drafted > 0
-    assert refused > len(budgets) * 20 / (draft_tokens + 1)  # some drafts were wrong, so the cache went back
+    assert refused > len(budgets) * length / (draft_tokens + 1)  # some drafts were wrong, so the cache went back
 
 
 @torch.no_grad()
