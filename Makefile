@@ -4,10 +4,12 @@ BIN := .venv/bin
 CORE := $(addprefix tests/,test_routing.py test_sequence.py test_layer.py test_tokens.py test_sparse.py models/test_classifier.py)
 PLAIN := RAYTRACED_KERNELS=plain $(PY) -m pytest -p no:cacheprovider $(CORE)
 KERNELS := tests/kernels/test_sequence_triton.py
+# where it is set, every process that a test starts would compile the whole package again
+unexport PYTHONDONTWRITEBYTECODE
 # a hard limit, beside that of every test; several times what the tests take on two cores
 LIMIT := $(if $(shell command -v timeout),timeout --foreground --verbose --kill-after=30 2400)
 
-.PHONY: demo test test-whole lint lint-and-plain test-slow test-sanitizers test-data test-triton test-gpu test-mutants bench reproduce guard screenshots reference notebooks docs wheels test-packages clean
+.PHONY: demo test test-whole lint lint-and-plain test-slow test-sanitizers test-data test-triton test-gpu test-mutants bench reproduce guard screenshots reference tables notebooks docs wheels test-packages clean
 
 demo: .venv/installed
 	$(BIN)/raytraced train
@@ -84,6 +86,10 @@ screenshots: .venv/ready
 # docs/reference/*.md from the docstrings
 reference: .venv/ready
 	$(PY) docs/reference.py
+
+# the tables of docs/ and README.md that are computed from the code or from results/
+tables: .venv/ready
+	PYTHONPATH=. $(PY) tests/test_docs.py
 
 # the outputs of docs/notebooks/*.ipynb, by running them
 notebooks: .venv/ready

@@ -1,6 +1,6 @@
 """Code blocks and commands of README.md and docs/ run, links resolve, tables agree with the code and with results/.
 
-`python tests/test_docs.py` rewrites the tables that are computed from the code or from results/.
+`make tables` rewrites the tables that are computed from the code or from results/.
 """
 
 import ast
@@ -545,18 +545,18 @@ def budgets_table() -> list[str]:
 
 WRITTEN = {
     "<!-- results/table.md -->\n": readme_table,
-    "<!-- options: python tests/test_docs.py writes this table -->\n": options_table,
-    "<!-- reading: python tests/test_docs.py writes this table -->\n": reading_table,
-    "<!-- aims: python tests/test_docs.py writes this table -->\n": aims_table,
-    "<!-- exits: python tests/test_docs.py writes this table -->\n": exits_table,
-    "<!-- text: python tests/test_docs.py writes this table -->\n": text_table,
-    "<!-- path models: python tests/test_docs.py writes this table -->\n": lambda: path_tables()["models"],
-    "<!-- path dials: python tests/test_docs.py writes this table -->\n": lambda: path_tables()["dials"],
-    "<!-- path aims: python tests/test_docs.py writes this table -->\n": lambda: path_tables()["aims"],
-    "<!-- path seconds: python tests/test_docs.py writes this table -->\n": lambda: path_tables()["seconds"],
-    "<!-- path searches: python tests/test_docs.py writes this table -->\n": lambda: path_tables()["searches"],
-    "<!-- targets: python tests/test_docs.py writes this table -->\n": target_table,
-    "<!-- budgets: python tests/test_docs.py writes this table -->\n": budgets_table,
+    "<!-- options: make tables writes this table -->\n": options_table,
+    "<!-- reading: make tables writes this table -->\n": reading_table,
+    "<!-- aims: make tables writes this table -->\n": aims_table,
+    "<!-- exits: make tables writes this table -->\n": exits_table,
+    "<!-- text: make tables writes this table -->\n": text_table,
+    "<!-- path models: make tables writes this table -->\n": lambda: path_tables()["models"],
+    "<!-- path dials: make tables writes this table -->\n": lambda: path_tables()["dials"],
+    "<!-- path aims: make tables writes this table -->\n": lambda: path_tables()["aims"],
+    "<!-- path seconds: make tables writes this table -->\n": lambda: path_tables()["seconds"],
+    "<!-- path searches: make tables writes this table -->\n": lambda: path_tables()["searches"],
+    "<!-- targets: make tables writes this table -->\n": target_table,
+    "<!-- budgets: make tables writes this table -->\n": budgets_table,
 }
 
 
@@ -572,7 +572,7 @@ def rewritten(text: str) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_written_tables_are_up_to_date(name):
     text = PAGES[NAMES.index(name)].read_text(encoding="utf-8")
-    assert text == rewritten(text), "run `python tests/test_docs.py`"
+    assert text == rewritten(text), "run `make tables`"
 
 
 def test_every_written_table_is_in_a_page():
@@ -647,6 +647,21 @@ def test_the_environment_is_activated_before_a_command_needs_it():
         activated = programs.index(["source", ".venv/bin/activate"])
         assert programs.index(["make", "demo"]) < activated
         assert activated < min(place for place, words in enumerate(programs) if words[0] == "raytraced")
+
+
+def test_no_page_says_that_budgets_of_text_need_no_training():
+    texts = [" ".join(page.read_text(encoding="utf-8").split()) for page in PAGES]
+    assert not any("no training of their own" in text for text in texts)
+    guide = " ".join((DOCS / "guides/text.md").read_text(encoding="utf-8").split())
+    assert "A hard limit, `max_experts`, costs accuracy unless" in guide
+
+
+def test_curl_gets_bodies_from_a_pipe_or_a_file():
+    """An image inside the command line would be too long for the system."""
+    lines = [line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines() if "curl -" in line]
+    bodies = [word for line in lines for word in re.findall(r"--data(?:-binary)? (\S+)", line)]
+    assert bodies
+    assert all(word.startswith("@") for word in bodies)
 
 
 @pytest.mark.parametrize("path", [*REFERENCE["rendered"]()], ids=lambda path: path.stem)

@@ -161,11 +161,11 @@ def text_figure(results: Results, shown: list[str]) -> Figure:
                 line = [one.macs / 1000 for one in rows], [one.bits for one in rows]
                 axes.plot(*line, "--", color=colour, marker=marker, linewidth=1, label=name)
         best = min(one.bits for one in known.values())
-        axes.set_ylim(best - 0.04, best + 0.38)
+        axes.set_ylim(best - 0.04, best + 0.42)
         axes.set_xlabel("thousand MACs per byte", fontsize=8)
 
     seeds = count_seeds(len(results.of(data, label)) for data in shown for label in results.labels(data))
-    title = f"Language models: bits per test byte against MACs per byte, mean ± standard error over {seeds}"
+    title = f"Language models: bits per test byte against MACs,\nmean ± standard error over {seeds}"
     return panels(title, "bits per byte (fewer is better)", shown, draw, 4.6, width=4.4)
 
 
