@@ -57,7 +57,8 @@ class Result:
     @property
     def wasted(self) -> float:
         """Reads of a round that nothing was computed with."""
-        return self.mean("num_wasted") + self.mean("unused")
+        # What is left unused at the end may have been read before the measurement began.
+        return min(self.mean("num_wasted") + self.mean("unused"), self.mean("num_reads"))
 
     @property
     def peak_share(self) -> float:
