@@ -31,6 +31,7 @@ LEFT_OUT = {
     r"--tracker": "needs the package of the tracker; tests/training/test_trackers.py trains with each",
 }
 PLACEHOLDERS = {"FOLDER": "folder/of/classes", "FILE": "own.txt", " …": "", "--trials 40": "--trials 3"}
+PLACEHOLDERS["plays --experts 4"] = "plays --experts 2"  # of the small model that stands for the reader's
 SHORTER = {"trials: 20": "trials: 2", "epochs: 10": "epochs: 1"}  # in files that the reader writes
 pytestmark = pytest.mark.slow
 
