@@ -31,7 +31,8 @@ LEFT_OUT = {
     r"--tracker": "needs the package of the tracker; tests/training/test_trackers.py trains with each",
 }
 PLACEHOLDERS = {"FOLDER": "folder/of/classes", "FILE": "own.txt", " …": "", "--trials 40": "--trials 3"}
-PLACEHOLDERS["plays --experts 4"] = "plays --experts 2"  # of the small model that stands for the reader's
+# budgets that the small model which stands for the reader's has, too
+PLACEHOLDERS |= {"plays --experts 4": "plays --experts 2", "plays --effort 0.8": "plays --effort 0.98"}
 SHORTER = {"trials: 20": "trials: 2", "epochs: 10": "epochs: 1"}  # in files that the reader writes
 pytestmark = pytest.mark.slow
 
