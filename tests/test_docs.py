@@ -34,11 +34,12 @@ from PIL import Image
 import raytraced as rt
 from experiments.reproduce.command import find_plan
 from experiments.reproduce.plan import TEXT, every_run
-from experiments.reproduce.records import Record, Store, spread
+from experiments.reproduce.records import Record, Results, Store, spread
 from experiments.reproduce.tables import ACCURACY, USE, gain_over_fixed, search_table
 from experiments.reproduce.text import aims_table as path_aims
 from experiments.reproduce.text import dial_table, format_bits, read_seconds, seconds_table
 from experiments.reproduce.text import text_table as models_on_text
+from experiments.reproduce.text_aims import model_level
 from experiments.reproduce.variants import DATA_NAMES
 from raytraced import plugins
 from raytraced.cli.main import COMMANDS, find_command, main, read_command
@@ -637,6 +638,10 @@ def test_the_figures_of_the_readme_are_those_of_the_records():
     halves = json.loads((ROOT / "results/summary.json").read_text())["claims"]["easy images"]["evidence"]
     found = re.search(r"mre, Fashion-MNIST \+([\d.]+ ± [\d.]+) points", halves)[1]
     assert found in text
+    texts = Results(Store(ROOT / "results/text/records").records.values())
+    bits = {label: model_level(label, texts.of("enwik8", label)) for label in ("mre", "top-4", "hash-2")}
+    for level, after in zip(bits.values(), (" bits per byte", "", ""), strict=True):
+        assert f"{level.bits:.3f} ± {level.error:.3f}{after} with {level.experts:.2g}" in " ".join(text.split())
 
 
 def test_the_environment_is_activated_before_a_command_needs_it():

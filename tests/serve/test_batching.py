@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raytraced.serve import batching
-from raytraced.serve.admission import NUM_NEWEST, UNMEASURED, Admission, Percentile, ServiceTimes
+from raytraced.serve.admission import CALM, NUM_NEWEST, UNMEASURED, Admission, Percentile, ServiceTimes
 from raytraced.serve.answering import Query
 from raytraced.serve.app import Server
 from raytraced.serve.batching import Worker
@@ -227,10 +227,15 @@ def test_refusals_lower_efforts_and_answers_raise_them_again(models):
     assert (effort(0.5), effort(0.75), effort(1.0)) == (0.5, 0.75, 1.0)
     for _ in range(500):
         admission.observe(0.001, num_others=0)
-    assert admission.pressure < 1e-3
+    assert 0 < admission.pressure < 1e-3
+    with pytest.raises(RefusedError):
+        admission.check(0.05, num_others=1, elapsed=0.06)
+    assert admission.pressure > 0.05
+    admission.refused_at -= CALM  # long ago: an idle server saves nothing
+    assert (admission.pressure, effort(0.5)) == (0.0, 1.0)
     plain, adaptive = (Worker(Metrics(), Admission(), adaptive) for adaptive in (False, True))
     for worker in (plain, adaptive):
-        worker.admission.pressure = 1.0
+        worker.admission.raised, worker.admission.refused_at = 1.0, perf_counter()
         query = waiting_query(models[0], ROWS, 0.5, perf_counter() + 60)
         worker.submit([query])
         assert query.budget.effort == (0.5 if worker is adaptive else 1.0)

@@ -3,6 +3,7 @@
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from math import ceil
+from time import perf_counter
 
 from raytraced.serve.answering import Query
 from raytraced.serve.limits import RefusedError
@@ -13,10 +14,9 @@ REPLY_PERCENTILE = 0.95  # rarer delays are part of the margin; here they would 
 NUM_NEWEST = 500  # values of which a percentile is taken
 UNMEASURED = 50  # after so many without an answer the oldest value is removed, since nothing new is measured
 DOUBT = 0.998  # of an expected time that is left after each query that it kept from the end
-REFUSED, ANSWERED = (
-    0.1,
-    0.02,
-)  # shares by which the pressure moves: towards 1 with each refusal, towards 0 with each answer
+REFUSED = 0.1  # share of the way to 1 by which a refusal raises the pressure
+ANSWERED = 0.02  # share by which an answer lowers it
+CALM = 5.0  # seconds after the last refusal at which there is no pressure any more
 IDLE = 0.001  # seconds that a request may have waited to be read by a server that counts as idle
 
 
@@ -96,7 +96,12 @@ class Admission:
         self.margin = Percentile(PERCENTILE)
         self.reply = Percentile(REPLY_PERCENTILE)  # from an answer to the moment at which it is sent
         self.times = ServiceTimes()
-        self.pressure = 0.0  # 0 … 1: how much of the effort that a request allows to be saved should be saved
+        self.raised, self.refused_at = 0.0, 0.0  # the pressure when it last moved, and the moment of the last refusal
+
+    @property
+    def pressure(self) -> float:
+        """How much of the effort that a request allows to be saved should be saved, 0 … 1."""
+        return self.raised if perf_counter() - self.refused_at < CALM else 0.0
 
     def expect(self, ahead: float, num_others: int) -> float:
         """The mean of the seconds from now to an answer.
@@ -123,7 +128,8 @@ class Admission:
         had_to_wait = waited > IDLE and expected - waited <= max_seconds  # an idle server would have been in time
         if (num_others or had_to_wait) and expected > max_seconds:
             self.margin.count_refusal()
-            self.pressure += REFUSED * (1 - self.pressure)
+            self.raised = self.pressure + REFUSED * (1 - self.pressure)
+            self.refused_at = perf_counter()
             rule = f"{num_others} requests are in progress, an answer takes up to {1000 * expected:.0f} ms"
             raise RefusedError(
                 429, "deadline", f"max_ms={1000 * max_seconds:g}: {rule}; try again later, or allow more"
@@ -131,7 +137,7 @@ class Admission:
 
     def observe(self, seconds: float, num_others: int, ahead: float = 0.0) -> None:
         """Take one measurement: the time from the check to an answer, and what the check knew."""
-        self.pressure -= ANSWERED * self.pressure
+        self.raised -= ANSWERED * self.raised
         self.margin.add(seconds - self.expect(ahead, num_others))
         self.handling_seconds = running_mean(self.handling_seconds, max(0.0, seconds - ahead) / (num_others + 1))
 

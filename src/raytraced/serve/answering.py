@@ -51,8 +51,6 @@ class Query:
     """when the answer at the first exit was ready"""
     delivered: float = 0.0
     """when the last answer was ready"""
-    spared: float = 0.0
-    """`Worker.spared` when the last answer was ready"""
     due: float = field(default_factory=lambda: perf_counter() + PATIENCE)
 
     def __post_init__(self) -> None:

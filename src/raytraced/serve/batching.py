@@ -221,7 +221,6 @@ class Worker:
         for query, _, last in delivered:
             if last:
                 self.times.observe(query, query.seconds)
-                query.spared = self.spared
         self.deliver(delivered)
         done = {id(query) for query, _, last in delivered if last}
         job.queries = [query for query in job.queries if id(query) not in done and not query.cancelled]

@@ -118,7 +118,7 @@ class Engine:
                     reply = perf_counter() - query.delivered
                     self.admission.reply.add(reply)
                     # Efforts above the least are for spare time: with more requests, they would have been lowered.
-                    taken = query.first_answer + reply - checked - (query.spared - spared)
+                    taken = query.first_answer + reply - checked - (self.worker.spared - spared)
                     self.admission.observe(taken, num_others, ahead)
                 if "token" in answer and query not in started:
                     started.add(query)
