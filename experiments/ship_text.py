@@ -23,7 +23,7 @@ NAME, DATA = "mre-text", "shakespeare"
 MOST_BYTES = 3_000_000
 # One checkpoint for all budgets: `stop` is drawn from a range in training. Slow gates, as docs/lab/paths.md has them.
 TRAINING: dict[str, Any] = {
-    "epochs": 6, "batch_size": 8, "lr": 6e-3, "lr_routing": 6e-4, "warmup": 0.2, "seed": 0,
+    "epochs": 30, "batch_size": 8, "lr": 6e-3, "lr_routing": 6e-4, "warmup": 0.2, "seed": 0,
     "data_options": {"context": 128, "steps": 500},
     "model_options": {"dim": 64, "hidden": 128, "depth": 4, "num_experts": 8, "stop_range": [0.02, 1]},
 }  # fmt: skip

@@ -6,7 +6,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.reproduce import plan
-from experiments.reproduce.plan import FULL, PARTS, QUICK, TEXT, TEXT_QUICK, Planner, Scale, Selection, collect_runs
+from experiments.reproduce.plan import (
+    FULL,
+    PARTS,
+    QUICK,
+    TEXT,
+    TEXT_PARTS,
+    TEXT_QUICK,
+    TEXT_WORDS,
+    Planner,
+    Scale,
+    Selection,
+    collect_runs,
+)
 from experiments.reproduce.records import Results, Store, read_searches
 from raytraced.errors import did_you_mean, require
 
@@ -27,7 +39,7 @@ def reproduce(
 
     Args:
         quick: Run a small version of all experiments in a few minutes, into OUTPUT/quick.
-        only: Parts, such as table1,fig5, or sets of parts: default, claims, frontier, union, all; or text alone.
+        only: Parts, such as table1,fig5, or sets of parts: default, claims, frontier, union, all; or text or words alone.
         data: Only these data sets, such as mnist,cifar10.
         output: Folder of the results; its sub-folder runs holds the run folders.
         data_root: Folder of the data sets (default: $RAYTRACED_HOME/data, else raytraced/data in the user's cache folder).
@@ -39,17 +51,19 @@ def reproduce(
         dry_run: Only print the number of runs and an estimate of the time.
     """
     parts = plan.choose_parts(words_of(only) or (["all"] if quick else ["default"]))
-    if "text" in parts and len(parts) > 1:
-        raise ValueError(f"only={only}: text has a folder of its own; give it alone")
-    texts = parts == ["text"]
-    scale = (TEXT_QUICK if quick else TEXT) if texts else QUICK if quick else FULL
+    for part in TEXT_PARTS:
+        if part in parts and len(parts) > 1:
+            raise ValueError(f"only={only}: {part} has a folder of its own; give it alone")
+    if quick and parts == ["words"]:
+        raise ValueError("only=words: a quick run of text is --only text; leave --quick out")
+    scale = choose_scale(parts, quick)
     if quick and "ship" in parts:
         raise ValueError("only=ship: quick runs are not worth shipping; leave --quick out")
     selected = tuple(dict.fromkeys(words_of(data))) or None
     for name in selected or ():
         require(name in scale.data, "data", name, f"no such data set; {did_you_mean(name, scale.data)}")
     folder = Path(output) / "quick" if quick else Path(output)
-    folder = folder / "text" if texts else folder
+    folder = folder / TEXT_FOLDERS[parts[0]] if parts[0] in TEXT_PARTS else folder
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     require(workers is None or workers >= 1, "workers", workers, "must be at least 1")
     if dry_run:
@@ -61,6 +75,18 @@ def reproduce(
         print(f"failed: {key}: {problem}")
     print(page)
     return 1 if failures else 0
+
+
+TEXT_FOLDERS = {"text": "text", "words": "text-words"}
+
+
+def choose_scale(parts: list[str], quick: bool) -> Scale:
+    """The size of the experiments that some parts belong to."""
+    if parts == ["words"]:
+        return TEXT_WORDS
+    if parts == ["text"]:
+        return TEXT_QUICK if quick else TEXT
+    return QUICK if quick else FULL
 
 
 class Place(NamedTuple):
@@ -142,11 +168,11 @@ def write_results(parts: list[str], scale: Scale, selected: Selection, folder: P
     from experiments.reproduce.ship import ship_all
     from experiments.reproduce.text import write_text
 
-    quick, texts = scale.name == "quick", parts == ["text"]
+    quick, texts = scale.name == "quick", parts[0] in TEXT_PARTS
     names = results.data() if texts else list(selected or (name for name, info in scale.data.items() if info.paper))
     save_figures(parts, results, names, folder / "figures", data_root, quick)
     if texts:
-        return write_text(results, folder, quick)
+        return write_text(results, folder, scale)
     write_report(results, scale, folder)
     if "ship" in parts:
         ship_all(results, folder / "runs", data_root=data_root)

@@ -105,6 +105,17 @@ BYTES = DataPlan(
     {"batch_size": 16, "warmup": 0.2, "data_options": WINDOWS}, extends=False, epoch_seconds=18.0,
 )  # fmt: skip
 TEXT = Scale("full", {"enwik8": BYTES, "mix": replace(BYTES, rates_of="enwik8")}, 5, 5, (), "", 0)
+# The same decoders over words of 2.5 bytes, for three times as many steps.
+TOKENIZER = (
+    "experiments/reproduce/enwik8-2048.json"  # written by `python -m experiments.tokenizer`; seen from the clone
+)
+WORDS = replace(
+    BYTES,
+    epochs=18,
+    grid=(3e-3, 6e-3, 1.2e-2, 2.4e-2),
+    training=BYTES.training | {"data_options": WINDOWS | {"tokenizer": TOKENIZER}},
+)
+TEXT_WORDS = Scale("full", {"enwik8": WORDS}, 3, 3, (), "", 0)
 TEXT_QUICK = Scale("quick", {"shakespeare": replace(BYTES, epochs=1, search_epochs=1)}, 1, 1, (), "", 0, fixed_lr=4e-3)
 
 
@@ -224,12 +235,14 @@ PARTS = {
     "union": "Accuracy against MACs on the union of the three data sets",
     "early-exit": "Early exit: accuracy against MACs",
     "text": "Bits per byte against MACs: language models",
+    "words": "The same over words of several bytes, trained for longer",
     "ship": "Trained models for the package",
 }
+TEXT_PARTS = ("text", "words")  # each has a folder of its own
 SETS = {
     "default": ("table1", "table2", "fig2", "fig3", "fig5", "fig6", "fig7"),
     "claims": ("lr", "balance", "temperature", "init"),
-    "all": tuple(part for part in PARTS if part not in ("ship", "text")),
+    "all": tuple(part for part in PARTS if part not in ("ship", *TEXT_PARTS)),
 }
 
 
@@ -286,6 +299,7 @@ def runs_of(part: str, planner: Planner, selected: Selection) -> list[Run]:
             for models in (variants.text_variants(), variants.more_text_variants())
             for seed in some
         ],
+        "words": [("main", variants.word_variants(), texts, [seed]) for seed in some],
         "ship": [("main", [variant], [name], some) for name, variant in shipped if name in chosen_data],
     }
     return [run for need in needs[part] for run in planner.runs(*need)]

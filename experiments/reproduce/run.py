@@ -380,7 +380,7 @@ def measure_dial(run: Run, folder: RunFolder, data_root: str | None) -> list[dic
     """A language model at several settings of its dial, turned after training; empty for a model without one.
 
     Returns:
-        For each setting, "setting" and the means per test byte of "experts", "macs" and "bits_per_byte", and
+        For each setting, "setting", the means per test token of "experts" and "macs", "bits_per_byte", and
         "validation_bits_per_byte".
     """
     from raytraced.io.saving import load
@@ -400,8 +400,8 @@ def measure_dial(run: Run, folder: RunFolder, data_root: str | None) -> list[dic
             setattr(model.routed_layers()[0].router, option, setting)
         test, validation = (measure_means(model, task, data, split, **options) for split in ("test", "validation"))
         bits = {
-            "bits_per_byte": test["loss"] / math.log(2),
-            "validation_bits_per_byte": validation["loss"] / math.log(2),
+            "bits_per_byte": test["loss"] / test["bytes"] / math.log(2),
+            "validation_bits_per_byte": validation["loss"] / validation["bytes"] / math.log(2),
         }
         rows.append({"setting": setting, "experts": test["experts"], "macs": test["macs"]} | bits)
     return rows

@@ -102,22 +102,36 @@ def dead_experts(record: Record) -> int:
     return int(num_dead(torch.tensor(record.test["expert_load"])))
 
 
-class Judge:
-    """Judges the aims on one text.
+class Aims:
+    """Compares the records of one text with the aims.
 
     Args:
         results: The records.
         data: The text.
         seconds: Measured times; empty where there are none yet.
+        num_seeds: Number of seeds that are planned.
+        rows: The labels that are planned; baselines are those among them.
     """
 
-    def __init__(self, results: Results, data: str, seconds: Seconds) -> None:
-        self.seconds, self.num_seeds = seconds, TEXT.num_seeds
-        labels = ("mre", "mre-range", *BASELINES)
+    def __init__(
+        self,
+        results: Results,
+        data: str,
+        seconds: Seconds,
+        num_seeds: int = TEXT.num_seeds,
+        rows: Sequence[str] = ("mre", "mre-range", *BASELINES),
+    ) -> None:
+        self.seconds, self.num_seeds, self.rows = seconds, num_seeds, rows
+        self.own_input, self.baselines, self.top_k = (self.among(labels) for labels in (OWN_INPUT, BASELINES, TOP_K))
+        labels = self.among(("mre", "mre-range", *BASELINES))
         self.records = {label: found for label in labels if (found := results.of(data, label))}
         self.levels = {label: model_level(label, records) for label, records in self.records.items()}
         turned = dial_levels(self.records["mre-range"]) if "mre-range" in self.records else []
         self.dial = [one._replace(name=f"stop {one.name}") for one in turned if FEWEST <= one.experts <= MOST]
+
+    def among(self, labels: Iterable[str]) -> tuple[str, ...]:
+        """Those of some labels that are planned."""
+        return tuple(label for label in labels if label in self.rows)
 
     def line(self, labels: Iterable[str]) -> list[Level]:
         """The line of some models."""
@@ -127,60 +141,63 @@ class Judge:
         """The verdicts on all aims."""
         return [self.planned(), self.one_checkpoint(), self.ahead(), self.learned(), self.alive(), self.time()]
 
-    def verdict(self, aim: str, labels: Iterable[str], judge: Callable[[], tuple[bool, str]]) -> Verdict:
-        """Judge an aim that names some models; figures are shown as soon as each of them has a record."""
+    def verdict(self, aim: str, labels: Iterable[str], check: Callable[[], tuple[bool, str]]) -> Verdict:
+        """The verdict on an aim that names some models; figures are shown as soon as each of them has a record."""
         named = list(dict.fromkeys(labels))
         num = sum(min(len(self.records.get(label, ())), self.num_seeds) for label in named)
         planned = len(named) * self.num_seeds
-        holds, found = judge() if all(label in self.records for label in named) else (False, "–")
+        holds, found = check() if all(label in self.records for label in named) else (False, "–")
         return Verdict(aim, holds if num == planned else None, found, num, planned)
 
     def planned(self) -> Verdict:
-        def judge() -> tuple[bool, str]:
-            gaps = [gap(self.levels[label], self.line(OWN_INPUT)) for label in ("planned-2", "mre")]
+        def check() -> tuple[bool, str]:
+            gaps = [gap(self.levels[label], self.line(self.own_input)) for label in ("planned-2", "mre")]
             return all(one.bits <= 0.005 for one in gaps), say(gaps)
 
-        return self.verdict("1. planned from the token, at most +0.005", ("planned-2", "mre", *OWN_INPUT), judge)
+        return self.verdict("1. planned from the token, at most +0.005", ("planned-2", "mre", *self.own_input), check)
 
     def one_checkpoint(self) -> Verdict:
-        def judge() -> tuple[bool, str]:
-            gaps, experts = [gap(one, self.line(BASELINES)) for one in self.dial], [one.experts for one in self.dial]
+        def check() -> tuple[bool, str]:
+            gaps, experts = (
+                [gap(one, self.line(self.baselines)) for one in self.dial],
+                [one.experts for one in self.dial],
+            )
             reached = bool(experts) and min(experts) <= REACHED[0] and max(experts) >= REACHED[1]
             span = f"{min(experts):.2f} to {max(experts):.2f} experts per block: " if experts else "no row"
             return reached and all(one.bits <= 0.02 for one in gaps), span + say(gaps)
 
-        return self.verdict("2. one checkpoint, at most +0.02", ("mre-range", *BASELINES), judge)
+        return self.verdict("2. one checkpoint, at most +0.02", ("mre-range", *self.baselines), check)
 
     def ahead(self) -> Verdict:
-        def judge() -> tuple[bool, str]:
-            gaps = [gap(one, self.line(BASELINES)) for one in (self.levels["mre"], *self.dial)]
+        def check() -> tuple[bool, str]:
+            gaps = [gap(one, self.line(self.baselines)) for one in (self.levels["mre"], *self.dial)]
             level = all(one.bits <= 0.01 for one in gaps)
             return level and any(one.bits <= -max(0.02, 2 * one.error) for one in gaps), say(gaps)
 
-        named = ("mre", "mre-range", *BASELINES)
-        return self.verdict("3. nowhere above +0.01, somewhere at most −0.02", named, judge)
+        named = ("mre", "mre-range", *self.baselines)
+        return self.verdict("3. nowhere above +0.01, somewhere at most −0.02", named, check)
 
     def learned(self) -> Verdict:
-        def judge() -> tuple[bool, str]:
+        def check() -> tuple[bool, str]:
             one = gap(self.levels["mre"], self.line(HASH))
             return one.bits <= -2 * one.error, str(one)
 
-        return self.verdict("4. learned paths below hash by two standard errors", ("mre", *HASH), judge)
+        return self.verdict("4. learned paths below hash by two standard errors", ("mre", *HASH), check)
 
     def alive(self) -> Verdict:
-        def judge() -> tuple[bool, str]:
+        def check() -> tuple[bool, str]:
             dead = {label: [dead_experts(one) for one in self.records[label]] for label in ("mre", "mre-range")}
             found = "; ".join(f"{label} {', '.join(map(str, counts))}" for label, counts in dead.items())
             return not any(map(sum, dead.values())), f"dead per seed: {found}"
 
-        return self.verdict("5. no dead expert", ("mre", "mre-range"), judge)
+        return self.verdict("5. no dead expert", ("mre", "mre-range"), check)
 
     def time(self) -> Verdict:
-        def judge() -> tuple[bool, str]:
-            if any(label not in self.seconds for label in ("mre", *TOP_K)):
+        def check() -> tuple[bool, str]:
+            if any(label not in self.seconds for label in ("mre", *self.top_k)):
                 return False, "no times yet"
             ours = self.levels["mre"].bits
-            line = sorted((self.levels[label] for label in TOP_K), key=lambda level: level.bits)
+            line = sorted((self.levels[label] for label in self.top_k), key=lambda level: level.bits)
             compared = []
             for name in ("step", "byte"):
                 values = [self.seconds[one.name][name] for one in line]
@@ -189,7 +206,7 @@ class Judge:
             found = "; ".join(f"{name} {1e3 * mine:.1f} against {1e3 * other:.1f} ms" for name, mine, other in compared)
             return all(mine < other for _, mine, other in compared), found
 
-        verdict = self.verdict("6. less time than top-k at equal bits", ("mre", *TOP_K), judge)
+        verdict = self.verdict("6. less time than top-k at equal bits", ("mre", *self.top_k), check)
         return verdict if "mre" in self.seconds else verdict._replace(holds=None)
 
 

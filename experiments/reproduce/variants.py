@@ -180,6 +180,16 @@ def text_variants() -> tuple[Variant, ...]:
     )
 
 
+# The rows of the comparison on words, the most important ones first.
+WORD_ROWS = ("mre-range", "hash-2", "top-2-balance", "top-4", "mre", "hash-1", "planned-2", "top-2", "dense-2")
+
+
+def word_variants() -> tuple[Variant, ...]:
+    """The rows of the comparison on words: fewer than on bytes, with the same options."""
+    main = {one.label: one for one in text_variants()}
+    return tuple(main[label] for label in WORD_ROWS)
+
+
 def more_text_variants() -> tuple[Variant, ...]:
     """Further rows on text, which are trained after all seeds of the main ones."""
     main = {one.label: one for one in text_variants()}

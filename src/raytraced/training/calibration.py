@@ -221,7 +221,8 @@ def measure_dial(
     model.eval()
     most = sum(layer.experts.num_layers * layer.experts.num_experts for layer in model.routed_layers())
     for stop in STOPS:
-        row = {"stop": stop} | measure_means(model, task, data, split, batch_size, stop=stop)
+        means = measure_means(model, task, data, split, batch_size, stop=stop)
+        row = {"stop": stop} | {name: means[name] for name in ("experts", "macs", "loss")}
         if rows and row["experts"] < rows[-1]["experts"] * (1 + 1e-3):
             rows.pop()  # the larger value of two that run as many is of no use
         rows.append(row)
@@ -234,16 +235,16 @@ def measure_dial(
 def measure_means(
     model: Model, task: Task, data: Data, split: str, batch_size: int = 256, **options: Any
 ) -> dict[str, float]:
-    """The means of experts, macs and loss over the targets of a split; `options` are those of a call of the model."""
+    """The means of experts, macs, loss and bytes over the targets of a split; `options` are those of a call of the model."""
     device = next(model.parameters()).device
     loader = task.loader(data, split, batch_size, {}, shuffle=False, rank=0, world_size=1, device=device)
-    sums = dict.fromkeys(("experts", "macs_total", "loss", "targets"), 0.0)
+    sums = dict.fromkeys(("experts", "macs_total", "loss", "bytes", "targets"), 0.0)
     for batch in loader.epoch(0):
         out = model(batch.inputs, rows=batch.rows, mask=batch.mask, **options)
         noted = note(task, batch, out, sample_cost(model, batch.inputs, out, batch.mask))
-        for name in sums:
-            sums[name] += float(noted[name].sum())
+        for name in sums:  # only text has bytes
+            sums[name] += float(noted[name].sum()) if name in noted else 0.0
     if not isfinite(sums["loss"]):
         raise ValueError(f"{model.name}: its answers are not finite: the weights diverged, or are damaged")
-    names = {"experts": "experts", "macs": "macs_total", "loss": "loss"}
+    names = {"experts": "experts", "macs": "macs_total", "loss": "loss", "bytes": "bytes"}
     return {name: sums[column] / sums["targets"] for name, column in names.items()}

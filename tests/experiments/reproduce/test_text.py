@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from experiments.reproduce import command, plan
-from experiments.reproduce.plan import BYTES, FULL, TEXT, Planner, collect_runs
+from experiments.reproduce.plan import BYTES, FULL, TEXT, TEXT_WORDS, TOKENIZER, Planner, collect_runs
 from experiments.reproduce.records import Record, Results, Store, read_searches
-from experiments.reproduce.variants import more_text_variants, text_variants
+from experiments.reproduce.variants import more_text_variants, text_variants, word_variants
 from raytraced.models.registry import build
 
 RATES = {"enwik8": {"mre": 4e-3, "planned-2": 2e-3, "dense-2": 8e-3, "top-2": 1e-3}}
@@ -89,10 +89,34 @@ def test_text_is_asked_for_by_itself():
         command.reproduce(only="text,fig2", dry_run=True)
 
 
+def test_words_are_trained_alike_too_and_longer_than_bytes():
+    rates = {"enwik8": {"mre": 4e-3, "planned-2": 2e-3, "dense-2": 8e-3, "top-2": 1e-3}}
+    runs = collect_runs(["words"], Planner(TEXT_WORDS, rates), None)
+    labels = [one.label for one in word_variants()]
+    assert [run.label for run in runs] == 3 * labels
+    assert [run.seed for run in runs] == sorted(run.seed for run in runs)
+    (options,) = {str(run.config.data_options) for run in runs}
+    assert TOKENIZER in options
+    (length,) = {run.config.epochs * run.config.data_options["steps"] for run in runs}
+    assert length == 3 * BYTES.epochs * BYTES.training["data_options"]["steps"]
+    definition = json.loads(Path(__file__).parents[3].joinpath(TOKENIZER).read_text())
+    assert len(definition["model"]["vocab"]) == 2048
+    searched = Counter(run.family for run in collect_runs(["words"], Planner(TEXT_WORDS, {}), None))
+    assert searched == {"mre": 4, "top-2": 4, "planned-2": 4, "dense-2": 4}
+
+
+def test_bytes_and_words_have_folders_of_their_own():
+    with pytest.raises(ValueError, match="only=words,fig2: words has a folder of its own"):
+        command.reproduce(only="words,fig2", dry_run=True)
+    with pytest.raises(ValueError, match="only=words: a quick run of text is --only text"):
+        command.reproduce(quick=True, only="words", dry_run=True)
+
+
 def test_a_quick_run_trains_evaluates_bits_and_writes_the_page(tmp_path, monkeypatch, capsys):
     kept = [one for one in text_variants() if one.label in ("mre", "mre-range", "dense-2", "top-2", "matryoshka")]
     monkeypatch.setattr(plan.variants, "text_variants", lambda: tuple(kept))
     monkeypatch.setattr(plan.variants, "more_text_variants", lambda: ())
+    monkeypatch.setattr(plan.variants, "word_variants", lambda: ())
     monkeypatch.setattr(plan, "BYTES", TINY)
     monkeypatch.setattr(command, "TEXT_QUICK", replace(plan.TEXT_QUICK, data={"shakespeare": TINY}))
     assert command.reproduce(quick=True, only="text", output=str(tmp_path), workers=1) == 0

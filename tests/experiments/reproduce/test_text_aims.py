@@ -18,7 +18,7 @@ from experiments.reproduce.text import (
     text_tables,
     write_text,
 )
-from experiments.reproduce.text_aims import BASELINES, HASH, TOP_K, Judge, Level, frontier, gap
+from experiments.reproduce.text_aims import BASELINES, HASH, TOP_K, Aims, Level, frontier, gap
 from experiments.reproduce.variants import text_variants
 from experiments.text_seconds import measure
 
@@ -63,7 +63,7 @@ def make(record):
 
 
 def verdicts(results, seconds=SECONDS | {"mre": {"step": 0.15, "byte": 0.003}}):
-    return {one.aim[0]: one for one in Judge(results, "enwik8", seconds).all()}
+    return {one.aim[0]: one for one in Aims(results, "enwik8", seconds).all()}
 
 
 def test_a_frontier_leaves_out_what_another_undercuts():
@@ -130,7 +130,7 @@ def test_the_tables_show_means_errors_and_what_was_not_measured(make):
 def test_searches_alone_give_their_table_and_no_figure(record, tmp_path):
     one = record("enwik8", "mre-lr-0.003", 100, "search", family="mre")
     results = Results([replace(one, validation={"bits_per_byte": 3.3})])
-    page = write_text(results, tmp_path, quick=False).read_text()
+    page = write_text(results, tmp_path, TEXT).read_text()
     assert "| enwik8, mre | **3.300** |" in page
     assert "Aims" not in page
     assert not save_figures(["text"], results, results.data(), tmp_path, None)
