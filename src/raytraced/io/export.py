@@ -308,8 +308,8 @@ def _graph(model: Model, prefixes: bool, route: bool) -> Graph:
         require(not prefixes, "prefixes", prefixes, "must be left out with route, which has one answer")
         _check_follows(model)
     layer = model.layer
-    # A subclass with a pass of its own is traced as it is.
-    if isinstance(layer, RaytracedExperts) and type(layer).run is RaytracedExperts.run:
+    # A subclass may have a pass of its own: it is traced as it is.
+    if isinstance(layer, RaytracedExperts) and layer.fuses and layer.router.fuses:
         return RaytracedReplayGraph(model, False) if route else RaytracedGraph(model, prefixes)
     require(not prefixes, "prefixes", prefixes, f"{model.name} has one answer only; for raytraced models")
     return BaselineReplayGraph(model) if route else BaselineGraph(model)
