@@ -174,7 +174,7 @@ def factor_of(name: str) -> float:
     return 100 if name in ("accuracy", "in_time") else 1
 
 
-def judge(results: dict[str, list[dict[str, float]]], busy: bool) -> list[str]:
+def check_aims(results: dict[str, list[dict[str, float]]], busy: bool) -> list[str]:
     """Each aim of aims-server-load.md that such a run decides, and whether it is met."""
     usual, adaptive, baseline = (results[curve] for curve in CURVES)
     shares = [(curve, row["offered"], row["in_time"]) for curve in ("mre", "mre, --adaptive") for row in results[curve]]
@@ -215,7 +215,7 @@ def write_report(results: dict[str, list[dict[str, float]]], busy: bool) -> None
     table = Table(title, header, rows, note.strip())
     words = "python -m experiments.server_load" + (" --busy" if busy else "")
     lines = [table.markdown().replace("###", "#", 1), f"![load]({name}.png)", ""]
-    lines += ["The [aims](aims-server-load.md), written before the runs:", "", *judge(results, busy), ""]
+    lines += ["The [aims](aims-server-load.md), written before the runs:", "", *check_aims(results, busy), ""]
     lines += [f"Written by `{words}`.", ""]
     (BENCHMARKS / f"{name}.md").write_text("\n".join(lines), encoding="utf-8")
     draw(results, BENCHMARKS / f"{name}.png")

@@ -122,7 +122,7 @@ def read_row(result: Result, sizes: Sizes) -> dict[str, str]:
     }
 
 
-def judge(rows: list[dict[str, Any]]) -> list[list[str]]:
+def check_aims(rows: list[dict[str, Any]]) -> list[list[str]]:
     """Each aim of aims-store.md at each limit: what was found, and whether it is met."""
     found, lines = group(rows), []
     for limit in LIMITS[:-1]:
@@ -150,7 +150,7 @@ def report(folder: Path, benchmarks: Path = BENCHMARKS, picture: Path = ROOT / "
     """Write the tables and the records that they are of, and draw the timeline."""
     rows, sizes = load_records(folder), load_sizes(folder)
     speeds = np.array([row["bandwidth"] for row in rows]) / 1e6
-    aims = markdown_table(["limit", "aim", "found", "wanted", ""], judge(rows))
+    aims = markdown_table(["limit", "aim", "found", "wanted", ""], check_aims(rows))
     count = sizes.num_prompts
     others = np.array([row["others"] for row in rows])
     num_rounds = len({row["round"] for row in rows})

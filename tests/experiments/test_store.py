@@ -8,7 +8,7 @@ import pytest
 
 from experiments.store.contenders import CONTENDERS
 from experiments.store.measure import load_records, measure
-from experiments.store.report import BEST, judge, report
+from experiments.store.report import BEST, check_aims, report
 from experiments.store.traces import SMALL, STORE, write_experts
 
 SIZES = replace(SMALL, num_prompts=2, prefill=2, decoded=5)
@@ -52,10 +52,10 @@ def test_an_aim_that_is_missed_is_reported_as_missed(folder):
     rows = load_records(folder)
     slow = [row | {"compute": 1e-9, "bytes_read": 1} if row["name"] == BEST else row for row in rows]
     wasteful = [row | {"num_wasted": 1} if row["name"] == BEST else row for row in rows]
-    assert next(line for line in judge(slow) if "bound" in line[1])[-1] == "missed"
-    assert next(line for line in judge(wasteful) if "wasted" in line[1])[-1] == "missed"
+    assert next(line for line in check_aims(slow) if "bound" in line[1])[-1] == "missed"
+    assert next(line for line in check_aims(wasteful) if "wasted" in line[1])[-1] == "missed"
     quick = [row | {"compute": 1e9} for row in rows]  # the least of all runs counts
-    assert next(line for line in judge(quick) if "bound" in line[1])[-1] == "met"
+    assert next(line for line in check_aims(quick) if "bound" in line[1])[-1] == "met"
 
 
 def test_the_report_has_every_contender_and_a_picture(folder, tmp_path):
