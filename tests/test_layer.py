@@ -94,7 +94,7 @@ def test_training_selects_as_asked_and_evaluation_is_greedy():
 
 
 def test_weights_of_a_layer_sum_to_one_or_to_the_number_active():
-    """Told apart by experts that all return one vector: the update is then that vector times the sum of the weights."""
+    """Measured with experts that all return one vector: the update is then that vector times the sum of the weights."""
 
     class Constant(nn.Module):
         def __init__(self):

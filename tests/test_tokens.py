@@ -46,7 +46,7 @@ def seeded():
 
 
 def fields(out):
-    """Everything a layer tells, by name."""
+    """Everything that a layer returns, by name."""
     fields = out.route._asdict()
     rates = fields.pop("rates")
     fields |= {} if rates is None else {"rates of nodes": rates.nodes, "rate of output": rates.output}

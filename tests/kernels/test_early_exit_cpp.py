@@ -81,7 +81,7 @@ def test_one_call_answers_as_the_exits_do(weighting, stream, confidence):
         compare(make(weighting=weighting, stream=stream), batch, confidence=confidence)
 
 
-def test_rows_stop_at_every_look():
+def test_rows_stop_at_every_exit():
     assert make()(images(300), confidence=0.6).num_exits.unique().tolist() == [1, 2, 3, 4]
 
 

@@ -81,7 +81,7 @@ def test_what_there_is_after_each_layer_agrees_with_the_plain_path(stream, size)
             exits = kernels.experts(case.experts, case.hidden, case.active, case.weights, stream, True)
         assert exits.shape == (num_layers + 1, *case.hidden.shape)
         torch.testing.assert_close(exits[-1], compiled(case, stream))
-        # one look alone, then all of them
+        # one exit alone, then all of them
         for seen in (exits[1], exits * weights):
             found.append([exits.detach(), *torch.autograd.grad(seen.sum(), case.leaves, retain_graph=True)])
     for these in found[2:]:

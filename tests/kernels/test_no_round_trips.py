@@ -1,4 +1,4 @@
-"""On a GPU nothing in a layer's hot path waits for the device: the same code on the CPU, with every look at a value counted."""
+"""On a GPU nothing in a layer's hot path waits for the device: on the CPU, every read of a value by the host is counted."""
 
 import pytest
 import torch
@@ -8,14 +8,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raytraced import PAPER, RaytracedExperts, build, kernels, sequence
 from raytraced.integrations.replace import HiddenOnly
 
-LOOKS = {
+HOST_READS = {
     "aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::masked_select",
     "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::bincount", "aten::repeat_interleave",
 }  # fmt: skip
 METHODS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.item, torch.Tensor.__bool__}
 
 
-class CountLooks(TorchDispatchMode):
+class CountHostReads(TorchDispatchMode):
     """The operators that make the host wait, in the order in which they were called."""
 
     def __init__(self):
@@ -27,7 +27,7 @@ class CountLooks(TorchDispatchMode):
         by_mask = name in ("aten::index", "aten::index_put", "aten::index_put_") and any(
             each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
         )
-        if name in LOOKS or by_mask:
+        if name in HOST_READS or by_mask:
             self.found.append(name)
         return function(*args, **(kwargs or {}))
 
@@ -45,8 +45,8 @@ class CountMethods(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def looks_of(run):
-    with CountLooks() as operators, CountMethods(operators.found):
+def host_reads_of(run):
+    with CountHostReads() as operators, CountMethods(operators.found):
         run()
     return operators.found
 
@@ -80,7 +80,7 @@ def _as_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_training_step_asks_nothing_of_the_device(name):
     layer = make(name)
-    assert looks_of(lambda: step(layer)) == []
+    assert host_reads_of(lambda: step(layer)) == []
 
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
@@ -92,7 +92,7 @@ def test_inference_asks_nothing_of_the_device():
         with kernels.use(sequence="plain", experts="grouped", raytrace="steps"):
             layer(torch.randn(6, 8))
 
-    assert looks_of(answer) == []
+    assert host_reads_of(answer) == []
 
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
@@ -107,24 +107,24 @@ def test_a_whole_models_step_asks_nothing_of_the_device(name):
         with kernels.use(sequence="plain", experts="grouped"):
             model(inputs).logits.square().sum().backward()
 
-    assert looks_of(step) == []
+    assert host_reads_of(step) == []
 
 
-def test_every_look_is_counted():
-    assert looks_of(lambda: step(make())).count("aten::_local_scalar_dense") > 1  # after each step, on a CPU
+def test_every_host_read_is_counted():
+    assert host_reads_of(lambda: step(make())).count("aten::_local_scalar_dense") > 1  # after each step, on a CPU
     values = torch.arange(3.0)
-    for exit_every in (
+    for read in (
         values.tolist,
         values.sum().item,
         values.nonzero,
         lambda: values[values > 0],
         lambda: bool(values[1]),
     ):
-        assert looks_of(exit_every), exit_every
+        assert host_reads_of(read), read
 
 
 @pytest.mark.usefixtures("_as_on_a_gpu")
-def test_fixed_steps_give_what_looking_gives(monkeypatch):
+def test_fixed_steps_give_what_an_early_end_gives(monkeypatch):
     layer = make("drawn")
 
     def found():

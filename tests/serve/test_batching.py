@@ -145,7 +145,7 @@ def test_a_request_that_would_be_late_is_refused_before_its_fields_are_checked(m
         engine.check_body(scope, body)  # whoever checks the fields refuses these
 
 
-def test_a_deadline_counts_from_when_the_loop_last_looked():
+def test_a_deadline_counts_from_when_the_loop_last_read_the_clock():
     loop = TimedLoop()
 
     async def receive():

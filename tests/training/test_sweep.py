@@ -1,4 +1,4 @@
-"""Sweeps: trials that follow from the seed, resumed and shared without a difference, pruned, and told in a table."""
+"""Sweeps: trials that follow from the seed, resumed and shared without a difference, pruned, and reported in a table."""
 
 import os
 import signal

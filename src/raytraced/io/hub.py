@@ -24,7 +24,7 @@ from raytraced.store.layout import STORE_FORMAT
 WEIGHTS, CONFIG, PAGE = "model.safetensors", "config.json", "README.md"
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 REPO_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-# What transformers reads where it is told to trust the code of a folder; else the user imports the same.
+# What transformers imports with trust_remote_code=True; without it the user imports the same classes.
 CODE = "modeling_raytraced.py"
 CODE_TEXT = """# The model is in the package raytraced: pip install 'raytraced[transformers]'
 from raytraced.integrations.transformers import RaytracedConfig, RaytracedForCausalLM

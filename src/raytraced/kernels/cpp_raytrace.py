@@ -287,7 +287,7 @@ def _answer_pointers(answer: Tensor) -> tuple[int, int | None, int | None]:
 def _make_call(
     options: RaytraceOptions, hidden_BD: Tensor, route: RouteTensors, answer: Tensor, weights: Sequence[Tensor] | None
 ) -> RaytraceCall:
-    """What both passes tell; without the experts' weights, all rows go through in one chunk on one thread."""
+    """The part of the call that both passes share; without the experts' weights, all rows go through in one chunk on one thread."""
     B = chunk = hidden_BD.shape[0]
     threads = num_chunks = 1
     if weights is not None:

@@ -84,7 +84,7 @@ class Exchange:
         sent_ELHn = runs_LHNB.sum(-1).view(L, H, self.num_processes, -1).permute(2, 0, 1, 3).contiguous()
         received_ELHn = torch.empty_like(sent_ELHn)
         dist.all_to_all_single(received_ELHn, sent_ELHn, group=self.group)
-        self.sent, self.received = torch.stack([sent_ELHn, received_ELHn]).tolist()  # the one look
+        self.sent, self.received = torch.stack([sent_ELHn, received_ELHn]).tolist()  # the only host synchronisation
         # The pairs (row within its third, expert) of each layer and third, sorted by expert (so by owner), then row.
         sizes = [sum(sum(each[layer][third]) for each in self.sent) for layer in range(L) for third in THIRDS]
         parts = torch.nonzero_static(runs_LHNB, size=sum(sizes)).split(sizes)

@@ -1,7 +1,7 @@
 """An event loop that knows since when a request may have waited to be read.
 
 While the loop computes, requests wait in the operating system. What is read after that may have come at any moment since
-the loop last looked: a deadline counts from then.
+the loop last read the clock: a deadline counts from then.
 """
 
 import asyncio
