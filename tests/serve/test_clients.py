@@ -5,6 +5,7 @@ import random
 import time
 
 import httpx
+import jsonschema_rs
 import numpy as np
 import openai
 import pytest
@@ -149,6 +150,50 @@ def test_our_own_fields_pass_through_the_client(openai_client, gpt):
     assert (late.finish_reason, late.stop) == ("length", "deadline")
 
 
+NULLABLE = (
+    "best_of", "echo", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "presence_penalty", "seed",
+    "stop", "stream", "stream_options", "suffix", "temperature", "top_p",
+)  # fmt: skip  # in OpenAI's schema
+
+
+def test_null_stands_for_the_default(openai_client):
+    ask = openai_client.completions.create
+    options = {"model": "gpt-mre", "prompt": "Once", "seed": 5}
+    expected = ask(**options)
+    for name in NULLABLE:
+        found = ask(**{**options, name: None})
+        assert found.usage == expected.usage
+        assert name == "seed" or found.choices == expected.choices
+    everything = dict.fromkeys(NULLABLE) | {"seed": 5, "prompt": "Once", "model": "gpt-mre"}
+    assert ask(**everything).choices == expected.choices
+    assert ask(model="gpt-mre", prompt=None, seed=5).choices == ask(model="gpt-mre", prompt="", seed=5).choices
+
+
+def test_options_that_ask_for_nothing_are_accepted(openai_client):
+    ask = openai_client.completions.create
+    options = {"model": "gpt-mre", "prompt": "Once", "seed": 5, "n": 2}
+    expected = ask(**options).choices
+    for harmless in ({"best_of": 2}, {"best_of": 1}, {"logit_bias": {}}, {"suffix": ""}, {"user": "a"}):
+        assert ask(**options, **harmless).choices == expected
+    stream_options = {"include_obfuscation": True, "include_usage": None}
+    chunks = list(ask(**options, stream=True, stream_options=stream_options))
+    texts = ["".join(one.text for chunk in chunks for one in chunk.choices if one.index == n) for n in range(2)]
+    assert texts == [choice.text for choice in expected]
+
+
+def test_the_document_states_what_may_be_null(address):
+    schemas = httpx.get(f"{address}/openapi.json").json()["components"]["schemas"]
+    components = {"components": {"schemas": schemas}}
+    validator = jsonschema_rs.validator_for({"$ref": "#/components/schemas/CompletionRequest"} | components)
+    harmless = {"logit_bias": {}, "suffix": "", "stream_options": {"include_usage": None, "include_obfuscation": True}}
+    for body in ({}, dict.fromkeys(NULLABLE), dict.fromkeys(["prompt", "effort", "max_ms", "user"]), harmless):
+        assert validator.is_valid(body)
+        assert httpx.post(f"{address}/v1/completions", json=body).status_code == 200
+    for body in ({"suffix": "b"}, {"logit_bias": {"5": 1}}, {"stream_options": {"foo": 1}}, {"temperature": -1}):
+        assert not validator.is_valid(body)
+        assert httpx.post(f"{address}/v1/completions", json=body).status_code == 422
+
+
 def test_mistakes_are_the_client_s_own_errors(openai_client):
     ask = openai_client.completions.create
     for options, words in (
@@ -156,10 +201,15 @@ def test_mistakes_are_the_client_s_own_errors(openai_client):
         ({"prompt": [300]}, "prompt=\\[300\\]: must be a text, or whole numbers in 0 … 255"),
         ({"prompt": [True]}, "prompt\\[0\\]=True: must be a text"),
         ({"prompt": []}, "prompt: has 0 texts"),
-        ({"prompt": "a", "best_of": 2}, "best_of=2: must be less than or equal to 1"),
+        ({"prompt": "a", "best_of": 2}, "best_of=2: must be at most n=1: no choices are discarded"),
         ({"prompt": "a", "presence_penalty": 1}, "presence_penalty=1: must be less than or equal to 0"),
         ({"prompt": ["a"] * 40, "n": 2}, "n=2: 40 prompts make 80 texts"),
-        ({"prompt": "a", "suffix": "b"}, "suffix: is not a field of this request"),
+        ({"prompt": "a", "suffix": "b"}, "suffix=b: is not supported, must be empty or left out"),
+        ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias={'5': 1}: is not supported"),
+        ({"prompt": "a", "stream_options": {"foo": 1}}, "stream_options.foo: is not a field of this request"),
+        ({"prompt": "a", "stream_options": {"include_usage": 3}}, "stream_options.include_usage=3: must be a valid b"),
+        ({"prompt": "a", "extra_body": {"foo": None}}, "foo: is not a field of this request"),
+        ({"prompt": "a", "stop": 5}, "stop=5: must be a valid string or a valid list"),
         ({"prompt": "a", "stop": ""}, "stop"),
     ):
         with pytest.raises(openai.UnprocessableEntityError, match=words):

@@ -5,12 +5,12 @@ import secrets
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from time import time
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import numpy as np
 import torch
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 from starlette.responses import Response, StreamingResponse
 from torch import Tensor
 
@@ -32,15 +32,39 @@ Prompt = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, STRINGS, T
 StopString = Annotated[str, Field(min_length=1, max_length=100)]
 
 
-class StreamOptions(BaseModel):
+def allow_null(schema: dict[str, Any]) -> None:
+    """State in a JSON schema that all fields may be null."""
+    for name, field_schema in schema["properties"].items():
+        kinds = field_schema.get("anyOf", [{}])
+        if {"type": "null"} in kinds:
+            continue
+        about = {key: field_schema[key] for key in ("title", "description", "default") if key in field_schema}
+        rules = {key: value for key, value in field_schema.items() if key not in about}
+        kinds = kinds if "anyOf" in rules else [rules]
+        schema["properties"][name] = {"anyOf": [*kinds, {"type": "null"}]} | about
+
+
+class NullableFields(BaseModel):
+    """Fields for which null stands for the default, as in OpenAI's schema; types are exact, and unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=allow_null)
+
+    @model_validator(mode="before")
+    @classmethod
+    def leave_out_nulls(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None or name not in cls.model_fields}
+
+
+class StreamOptions(NullableFields):
     """Options of a stream."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     include_usage: bool = Field(False, description="whether a last event states the number of tokens")
+    include_obfuscation: bool = Field(False, description="not used: events are not padded")
 
 
-class CompletionRequest(RequestBody):
+class CompletionRequest(NullableFields, RequestBody):
     """The fields of OpenAI's completions, and of ours: `max_experts`, `experts`, `effort` and `max_ms`."""
 
     prompt: Prompt = Field("", description="a text, several texts, a text's tokens, or those of several texts")
@@ -56,10 +80,30 @@ class CompletionRequest(RequestBody):
         None, description="strings at which a text ends"
     )
     seed: int | None = Field(None, ge=0, le=2**53 - 1, description="default: a random one")  # type: ignore[assignment]
-    best_of: int | None = Field(None, ge=1, le=1, description="only 1: no choices are discarded")
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="at most `n`: no choices are discarded")
     frequency_penalty: float = Field(0, ge=0, le=0, description="only 0")
     presence_penalty: float = Field(0, ge=0, le=0, description="only 0")
+    suffix: Annotated[str, WithJsonSchema({"type": "string", "maxLength": 0})] | None = Field(
+        None, description="only an empty one: texts are continued, not filled in"
+    )
+    logit_bias: Annotated[dict[str, Any], WithJsonSchema({"type": "object", "maxProperties": 0})] | None = Field(
+        None, description="only an empty one: logits are those of the model"
+    )
     user: str | None = Field(None, max_length=1000, description="not used")
+
+    @field_validator("suffix", "logit_bias")
+    @classmethod
+    def check_empty(cls, value: Any, info: ValidationInfo) -> Any:
+        if value:
+            raise ValueError(f"{info.field_name}={shorten(value)}: is not supported, must be empty or left out")
+        return value
+
+    @model_validator(mode="after")
+    def check_best_of(self) -> Self:
+        if self.best_of is not None and self.best_of > self.n:
+            rule = f"must be at most n={self.n}: no choices are discarded"
+            raise ValueError(f"best_of={self.best_of}: {rule}")
+        return self
 
 
 @dataclass

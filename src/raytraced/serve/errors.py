@@ -1,6 +1,6 @@
 """Mistakes in requests as one line each: what is wrong, its value, the rule and the remedy."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -17,28 +17,38 @@ SHOULD_BE = "Input should be "
 INTERNAL = (500, "internal", "the server failed to answer; its log says why")
 
 
-def describe_errors(errors: Sequence[dict[str, Any]]) -> RefusedError:
+def describe_errors(errors: Sequence[dict[str, Any]], body: Any) -> RefusedError:
     """The first field that pydantic refuses, in one line; of a union, what each of its members expects."""
     first = errors[0]
-    field, kind = first["loc"][1:2], first["type"]
-    name = str(field[0]) if field else "body"
+    name, kind = field_path(first, body), first["type"]
     if kind == "json_invalid":
         return RefusedError(422, kind, f"body: must be JSON ({first['ctx']['error']})")
-    if kind == "value_error":  # of a validator in schemas.py, which states all of it
+    if kind == "value_error":  # of a validator of the schema, which states all of it
         return RefusedError(422, kind, str(first["ctx"]["error"]))
     if kind == "missing":
         return RefusedError(422, kind, f"{name}: is missing, must be stated")
     if kind == "extra_forbidden":
         rule = "is not a field of this request, must be left out; /openapi.json lists the fields"
         return RefusedError(422, kind, f"{shorten(name)}: {rule}")
-    same = [error for error in errors if error["loc"][1:2] == field]
-    deepest = max(len(error["loc"]) for error in same)
-    index = next((part for part in first["loc"][2:] if isinstance(part, int)), None)
-    name += "" if index is None else f"[{index}]"
-    if index is not None:
-        same = [error for error in same if len(error["loc"]) == deepest]
+    same = [error for error in errors if field_path(error, body) == name]
     rules = " or ".join(dict.fromkeys(error["msg"].removeprefix(SHOULD_BE) for error in same))
     return RefusedError(422, kind, f"{name}={shorten(first['input'])}: must be {lowered(rules)}")
+
+
+def field_path(error: dict[str, Any], body: Any) -> str:
+    """The place of an error in a body: `images[0]`, `stream_options.include_usage`.
+
+    pydantic's place also names members of unions, which are no keys of the body: they are left out.
+    """
+    (_, *parts), path, value = error["loc"], "", body
+    for part in parts:
+        if isinstance(part, int):
+            path += f"[{part}]"
+            value = value[part] if isinstance(value, list) and part < len(value) else None
+        elif not path or (isinstance(value, Mapping) and (part in value or error["type"] == "missing")):
+            path += f".{part}" if path else part
+            value = value.get(part) if isinstance(value, Mapping) else None
+    return path or "body"
 
 
 def check_fields(schema: type[ModelT], fields: dict[str, Any]) -> ModelT:
@@ -47,7 +57,7 @@ def check_fields(schema: type[ModelT], fields: dict[str, Any]) -> ModelT:
         return schema.model_validate(fields)
     except ValidationError as error:
         errors = [dict(one) | {"loc": ("body", *one["loc"])} for one in error.errors()]
-        raise describe_errors(errors) from None
+        raise describe_errors(errors, fields) from None
 
 
 def lowered(text: str) -> str:
@@ -57,7 +67,7 @@ def lowered(text: str) -> str:
 
 async def refuse_invalid(request: Request, error: RequestValidationError) -> Response:
     """The response to a body that does not fit its schema."""
-    return error_response(request.url.path, describe_errors(error.errors()))
+    return error_response(request.url.path, describe_errors(error.errors(), error.body))
 
 
 async def refuse_http(request: Request, error: HTTPException) -> Response:
