@@ -35,7 +35,8 @@ PAGES = {
         "The layer",
         "A grid of experts for your own model, and what a call returns.",
         (
-            "routers.raytraced:RaytracedExperts,RaytracedConfig,activation_sequence",
+            "routers.raytraced:RaytracedExperts,activation_sequence",
+            "routers.raytraced_config:RaytracedConfig",
             "layer:RoutedLayer,routed_layer,LayerOutput",
             "router:Router,Choice,Cost",
             "experts:MLPExperts",

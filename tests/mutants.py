@@ -35,6 +35,7 @@ CHECKED_BY = {
     "experts": "test_sparse test_layer routers/test_dense test_transforms",
     "layer": "test_tokens test_cost routers/test_routers routers/test_ada_k test_layer test_early_exit test_transforms",
     "routers/raytraced": "test_recipes routers/test_raytraced_options test_cost test_early_exit test_layer test_sequence test_transforms",
+    "routers/raytraced_config": "test_recipes routers/test_raytraced_options",
     "cost": "test_modes test_cost",
     "training/evaluation": "training/test_evaluation extensions/test_new_task",
     "training/objective": "training/test_objective training/test_options",

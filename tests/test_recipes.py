@@ -11,7 +11,7 @@ from experiments.reproduce.variants import EQUAL_LR, MRE_PAPER, PAPER_VARIANTS, 
 from raytraced import PAPER, RaytracedExperts, activation_sequence, build
 from raytraced.models.registry import GRID, complete_options
 from raytraced.rng import exponential, new_seed
-from raytraced.routers.raytraced import RaytracedConfig, Weighting
+from raytraced.routers.raytraced_config import RaytracedConfig, Weighting
 from raytraced.sequence import GRADIENTS, WEIGHTINGS, Estimator
 from raytraced.training.config import preset_values
 from reference import mlp, rates_of_one, sequence_of_one

@@ -41,7 +41,8 @@ _HOMES = {
     "sequence": ("Route", "stop_losses"),
     "experts": ("MLPExperts",),
     "layer": ("RoutedLayer", "LayerOutput"),
-    "routers.raytraced": ("activation_sequence", "RaytracedConfig", "RaytracedExperts"),
+    "routers.raytraced": ("activation_sequence", "RaytracedExperts"),
+    "routers.raytraced_config": ("RaytracedConfig",),
     "early_exit": ("ExitPolicy",),
     "models.output": ("Output", "Model"),
     "models.registry": ("build", "PAPER"),
@@ -79,9 +80,9 @@ if TYPE_CHECKING:
     from raytraced.models.registry import PAPER as PAPER
     from raytraced.models.registry import build as build
     from raytraced.plugins import load_plugin as load_plugin
-    from raytraced.routers.raytraced import RaytracedConfig as RaytracedConfig
     from raytraced.routers.raytraced import RaytracedExperts as RaytracedExperts
     from raytraced.routers.raytraced import activation_sequence as activation_sequence
+    from raytraced.routers.raytraced_config import RaytracedConfig as RaytracedConfig
     from raytraced.routing import Rates as Rates
     from raytraced.routing import RoutingNetwork as RoutingNetwork
     from raytraced.sequence import Route as Route

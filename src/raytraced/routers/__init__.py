@@ -1,6 +1,7 @@
 """Routers: they choose the experts that run for each vector, and the weight of each expert's output. One file per method.
 
-`raytraced.py` is the method of this package; the other files are baselines. To add a router:
+`raytraced.py` is the method of this package, with its options in `raytraced_config.py`; the other files are baselines.
+To add a router:
 
 1. Write a subclass of `raytraced.router.Router` in a new file. Its `route` returns a `Choice` for one step: the active
    experts (B, N), their weights (B, N) and, in training, a loss of its own. A router that needs only the layer's input

@@ -14,7 +14,7 @@ from experiments.reproduce.variants import (
     compared_variants,
 )
 from raytraced import PAPER, build
-from raytraced.routers.raytraced import RaytracedConfig
+from raytraced.routers.raytraced_config import RaytracedConfig
 
 EVERY_LABEL = {variant.label for variant in compared_variants(wide=False)}
 KNOWN_RATES = {data: dict.fromkeys(EVERY_LABEL, 2e-3) for data in FULL.data}
