@@ -40,7 +40,7 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     first_row: int = 0,
     scale: float = 1.0,
-    sees: bool = False,
+    input_conditioned: bool = False,
     seed: int = 0,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
@@ -58,7 +58,7 @@ def make_case(
         "seed": torch.tensor(2**61 + 12345 + seed) if select == "sample" else None,
         "rows_B": first_row + torch.arange(batch),
     }
-    if sees:  # gates that see the input too
+    if input_conditioned:
         shape = (batch, num_layers - 1, num_experts, num_experts + 1)
         options["input_logits_BLNO"] = torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
     return Case(routing, entry_BN, options)

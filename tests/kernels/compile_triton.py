@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 GRIDS = ((2, 4), (4, 8), (4, 16), (8, 16), (8, 32), (8, 64))
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
-_GREEDY = {"DRAWN": False, "HAS_ROWS": False, "SEES": True}
+_GREEDY = {"DRAWN": False, "HAS_ROWS": False, "INPUT_CONDITIONED": True}
 # What kernels are compiled for where it differs from a drawn sequence with reinmax.
 KERNELS: dict[str, dict[str, dict[str, Any]]] = {
     "Greedy, without gradients of draws, input-conditioned gates": {
@@ -44,7 +44,7 @@ def compile_kernel(name: str, grid: tuple[int, int], target: str, kind: str = "*
     size = launch(*grid)
     kernel = getattr(triton_kernels, f"sequence_{name}")
     fixed = dict(zip("LNQPR", size, strict=False))
-    fixed |= {"SEES": False, "DRAWN": True, "HAS_ROWS": True}
+    fixed |= {"INPUT_CONDITIONED": False, "DRAWN": True, "HAS_ROWS": True}
     if name == "forward":
         fixed |= {"RACE": False, "DOMINANT": False, "COUNTS": 1.0, "HAS_STOPS": False}
     else:

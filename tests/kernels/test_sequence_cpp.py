@@ -55,7 +55,7 @@ RANDOM_SIZES = {
     "max_experts": st.one_of(st.none(), st.integers(0, 20)),
     "dtype": st.sampled_from(PRECISIONS),
     "first_row": st.sampled_from((0, 17, 2**32 - 3, 2**40)),
-    "sees": st.booleans(),
+    "input_conditioned": st.booleans(),
     "seed": st.integers(0, 1000),
 }
 
@@ -94,18 +94,24 @@ def test_thousands_of_configurations_agree_with_the_plain_path(start, record_pro
 
 
 @pytest.mark.parametrize(
-    ("instructions", "num_experts", "dtype", "estimator", "sees"),
+    ("instructions", "num_experts", "dtype", "estimator", "input_conditioned"),
     pairs(("avx2", "baseline"), (1, 3, 4, 7, 8, 16, 32), PRECISIONS, ("reinmax", "none"), (False, True)),
     indirect=["instructions"],
 )
 @pytest.mark.usefixtures("instructions")
-def test_every_copy_and_every_fixed_size_agrees(num_experts, dtype, estimator, sees):
-    assert_agree(make_case(3, num_experts, 10, dtype=dtype, max_experts=9, estimator=estimator, sees=sees))
+def test_every_copy_and_every_fixed_size_agrees(num_experts, dtype, estimator, input_conditioned):
+    assert_agree(
+        make_case(
+            3, num_experts, 10, dtype=dtype, max_experts=9, estimator=estimator, input_conditioned=input_conditioned
+        )
+    )
 
 
 @pytest.mark.parametrize(("estimator", "select", "stop", "dtype"), pairs(ESTIMATORS, SELECTS, STOPS, PRECISIONS))
 def test_gates_that_see_the_input_agree_with_the_plain_path(estimator, select, stop, dtype):
-    assert_agree(make_case(3, 8, 24, estimator=estimator, select=select, stop=stop, dtype=dtype, sees=True))
+    assert_agree(
+        make_case(3, 8, 24, estimator=estimator, select=select, stop=stop, dtype=dtype, input_conditioned=True)
+    )
 
 
 def test_without_an_estimator_masks_are_constants_on_both_paths():
@@ -150,8 +156,8 @@ def test_large_weights_agree_with_the_plain_path():
     ("estimator", "large", "num_experts"), pairs(("reinmax", "none"), (50.0, 800.0, 2000.0), (7, 8))
 )
 def test_whatever_gates_see_the_plain_paths_softmax_is_theirs(estimator, large, num_experts):
-    # One node sees something large, the others do not: with and without its maximum, the softmax is the same.
-    case = make_case(4, num_experts, 32, estimator=estimator, dtype=torch.float64, sees=True)
+    # One node's input logits are large, the others' are not: with and without its maximum, the softmax is the same.
+    case = make_case(4, num_experts, 32, estimator=estimator, dtype=torch.float64, input_conditioned=True)
     with torch.no_grad():
         case.options["input_logits_BLNO"][:, :, 0, 2] += large
         case.options["input_logits_BLNO"][:, :, 1, -1] -= large
@@ -173,7 +179,7 @@ LARGE_LOGITS = {
 
 
 def assert_agree_at_large_logits(num_layers, num_experts, batch, centre, spread, num_terms=1, **options):
-    case = make_case(num_layers, num_experts, batch, sees=True, **options)
+    case = make_case(num_layers, num_experts, batch, input_conditioned=True, **options)
     with torch.no_grad():
         input_logits_BLNO = case.options["input_logits_BLNO"]
         input_logits_BLNO.mul_(spread).add_(centre).clamp_(-1e4, 1e4)
@@ -191,7 +197,7 @@ def test_large_logits_agree_with_the_plain_path(num_layers, num_experts, batch, 
 @pytest.mark.parametrize("logit", [-87.0, -104.0, -720.0, -1e4, 1e4])
 def test_gates_whose_logits_are_all_low_or_all_high_agree(instructions, logit, number):
     for num_experts, estimator, dtype in every(number, product((1, 3, 5, 9), ESTIMATORS, PRECISIONS)):
-        case = make_case(3, num_experts, 4, estimator=estimator, select="greedy", dtype=dtype, sees=True)
+        case = make_case(3, num_experts, 4, estimator=estimator, select="greedy", dtype=dtype, input_conditioned=True)
         with torch.no_grad():
             case.options["input_logits_BLNO"].fill_(logit)
         assert_agree(case, logit_size=abs(logit))
@@ -216,8 +222,8 @@ def test_the_gumbel_estimator_agrees_on_subnormal_rates(select):
     ],
 )
 def test_large_grids_of_which_few_nodes_are_active_agree(estimator, select):
-    options = {"estimator": estimator, "select": select, "max_experts": 6, "sees": True}
-    assert_agree(make_case(8, 32, 150, **options))  # what the gates see has a gradient of 4 MB, and five ranges add up
+    options = {"estimator": estimator, "select": select, "max_experts": 6, "input_conditioned": True}
+    assert_agree(make_case(8, 32, 150, **options))  # the input logits have a gradient of 4 MB, and five ranges add up
     assert_agree(make_case(6, 9, 70, **options))
 
 
@@ -290,7 +296,7 @@ def test_entry_rates_of_zero_have_the_plain_paths_gradient(number):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_gate_without_a_softmax_ends_the_sequence(value, path):
     for select, dtype in product(SELECTS, PRECISIONS):
-        routing, entry_BN, options = make_case(3, 5, 9, select=select, dtype=dtype, sees=True)
+        routing, entry_BN, options = make_case(3, 5, 9, select=select, dtype=dtype, input_conditioned=True)
         with torch.no_grad():
             options["input_logits_BLNO"][:, 0] = value  # the first layer's gates: one node is active, and it sends NaN
             found = path(routing, entry_BN, **options)

@@ -52,14 +52,14 @@ def agree(*sizes, with_gradients=(True, True, True), **options):
 def test_every_option_agrees_with_the_plain_path(estimator, select, stop):
     options = {"estimator": estimator, "select": select, "stop": stop}
     agree(3, 4, 6, **options, dtype=torch.float64)
-    agree(3, 3, 5, **options, max_experts=2, sees=True)
+    agree(3, 3, 5, **options, max_experts=2, input_conditioned=True)
 
 
 @pytest.mark.parametrize(("estimator", "select"), list(product(("reinmax", "none"), SELECTS)))
 def test_a_stop_per_row_agrees_with_the_plain_path(estimator, select):
     options = {"estimator": estimator, "select": select, "stop": torch.tensor([0.05, 0.4, 1.0, 3.0, 0.1, 9.0])}
     agree(3, 4, 6, **options, dtype=torch.float64)
-    agree(2, 3, 6, **options, sees=True)
+    agree(2, 3, 6, **options, input_conditioned=True)
 
 
 @pytest.mark.parametrize("max_experts", [0, 1, 3, 12])
@@ -79,12 +79,12 @@ def test_large_grids_agree(num_layers, num_experts):
 
 @pytest.mark.parametrize(("num_layers", "num_experts"), [(4, 8), (8, 32), (8, 64)])
 def test_todays_defaults_agree(num_layers, num_experts):
-    agree(num_layers, num_experts, 2, max_experts=8, select="greedy", estimator="none", sees=True)
+    agree(num_layers, num_experts, 2, max_experts=8, select="greedy", estimator="none", input_conditioned=True)
 
 
 @pytest.mark.parametrize(("estimator", "select"), list(product(ESTIMATORS, SELECTS)))
 def test_gates_that_see_the_input_agree_with_the_plain_path(estimator, select):
-    agree(4, 8, 3, max_experts=5, estimator=estimator, select=select, sees=True)
+    agree(4, 8, 3, max_experts=5, estimator=estimator, select=select, input_conditioned=True)
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
@@ -98,7 +98,7 @@ def test_gates_that_see_the_input_agree_with_the_plain_path(estimator, select):
     max_experts=st.one_of(st.none(), st.integers(0, 6)),
     dtype=st.sampled_from(PRECISIONS),
     first_row=st.sampled_from((0, 17, 2**32 - 3, 2**40)),
-    sees=st.booleans(),
+    input_conditioned=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_random_sizes_agree_with_the_plain_path(num_layers, num_experts, batch, **options):

@@ -21,12 +21,12 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("forward", {"RACE": True, "SEES": True}),
+        ("forward", {"RACE": True, "INPUT_CONDITIONED": True}),
         ("forward", {"DRAWN": False, "HAS_ROWS": False, "DOMINANT": True}),
         ("backward", {"ESTIMATOR": 0}),
-        ("backward", {"ESTIMATOR": 2, "SEES": True}),
+        ("backward", {"ESTIMATOR": 2, "INPUT_CONDITIONED": True}),
         ("backward", {"ESTIMATOR": 3, "DRAWN": False, "HAS_ACTIVE": False}),
-        ("backward", {"ESTIMATOR": 3, "DRAWN": False, "HAS_ACTIVE": False, "SEES": True}),
+        ("backward", {"ESTIMATOR": 3, "DRAWN": False, "HAS_ACTIVE": False, "INPUT_CONDITIONED": True}),
     ],
 )
 def test_the_kernels_compile_without_a_device_and_keep_to_registers(target, name, options):

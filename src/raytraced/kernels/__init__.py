@@ -73,7 +73,7 @@ sequence = Operation(
 _SMALL_LAYER = 20_000_000
 
 
-def _unseen(active: Tensor) -> str | None:
+def _unreadable_mask_reason(active: Tensor) -> str | None:
     # Compiled or exported, one graph serves every path: it cannot depend on which rows an expert has.
     hidden = any_seen(active[:1].detach()) is None
     return (
@@ -87,11 +87,11 @@ def _prefer_dense(
     if sharded_experts.unsupported_reason(experts) is None:
         return "experts are on several processes"
     if torch.compiler.is_compiling():  # a size that were compared would be the only one that an exported layer takes
-        return _unseen(active_BLN)
+        return _unreadable_mask_reason(active_BLN)
     # Modules are run one by one anyway: each on its own rows.
     if isinstance(experts, MLPExperts) and len(hidden_BD) * experts.num_experts * experts.num_weights < _SMALL_LAYER:
         return f"fewer than {_SMALL_LAYER:,} MACs per layer: running all experts takes fewer calls"
-    return _unseen(active_BLN)
+    return _unreadable_mask_reason(active_BLN)
 
 
 # experts(experts, hidden_BD, active_BLN, weights_BLN, stream, exits=False) -> hidden_BD: a grid whose active experts are
@@ -123,9 +123,9 @@ def raytrace_in_steps(
     layer: KernelArgs, hidden_BD: Tensor, *, exits: bool = False, **options: Any
 ) -> tuple[Tensor, Route]:
     """The entry gate, the activation sequence of every row, the weights of its experts, and the experts."""
-    weight_ND, bias_N, *seen = layer.maps
+    weight_ND, bias_N, *input_maps = layer.maps
     entry_BN = entry_rates(hidden_BD, weight_ND, bias_N)
-    input_logits_BLNO = input_logits(hidden_BD, *seen) if seen else None
+    input_logits_BLNO = input_logits(hidden_BD, *input_maps) if input_maps else None
     route = sequence(layer.routing, entry_BN, input_logits_BLNO=input_logits_BLNO, **options)
     assert route.rates is not None
     weights_BLN = expert_weights(layer.weighting, route.active, route.rates.nodes, layer.weight_scale)

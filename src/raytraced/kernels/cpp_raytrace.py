@@ -2,7 +2,7 @@
 
 One by one they are three functions and some twenty small operators between, forward and back, which take longer than the
 library's arithmetic: in training, and for batches so small that the calls would cost the most.
-Axes: B batch, L layers, N experts per layer, R rank of what gates see, T steps, D width.
+Axes: B batch, L layers, N experts per layer, R rank of the input maps of the gates, T steps, D width.
 """
 
 import ctypes
@@ -74,7 +74,7 @@ class KernelArgs:
 
     routing: RoutingNetwork
     grid: Experts
-    # of the hidden vector: the entry gate's (N, D) and (N,); if gates see it, (R, D) and (L−1, N, O, R)
+    # of the hidden vector: the entry gate's (N, D) and (N,); if gates depend on it, (R, D) and (L−1, N, O, R)
     maps: tuple[Tensor, ...]
     weighting: str
     stream: Stream
@@ -207,12 +207,12 @@ def unsupported_reason(layer: KernelArgs, hidden_BD: Tensor, *, exits: bool = Fa
 
 @lru_cache
 def _parameter_shapes(L: int, N: int, rank: int, widths: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The shapes of all parameters of a layer, in the order of LayerParameters; none fit where gates see in a single layer."""
+    """The shapes of all parameters of a layer, in the order of LayerParameters; a single layer has no input maps."""
     O, D = N + 1, widths[0]
-    seen = [(rank, D), (L - 1, N, O, rank)] if rank and L > 1 else []
+    input_maps = [(rank, D), (L - 1, N, O, rank)] if rank and L > 1 else []
     gates = [(N, O), (L - 2, N, O, N)][: L - 1]
     linears = list(pairwise(widths))
-    return [(N, D), (N,), *seen, *gates, *((L, N, O, K) for K, O in linears), *((L, N, O) for _, O in linears)]
+    return [(N, D), (N,), *input_maps, *gates, *((L, N, O, K) for K, O in linears), *((L, N, O) for _, O in linears)]
 
 
 def describe_layer(layer: KernelArgs, parameters: LayerParameters, options: RaytraceOptions) -> RaytraceLayer:
@@ -287,7 +287,7 @@ def _answer_pointers(answer: Tensor) -> tuple[int, int | None, int | None]:
 def _make_call(
     options: RaytraceOptions, hidden_BD: Tensor, route: RouteTensors, answer: Tensor, weights: Sequence[Tensor] | None
 ) -> RaytraceCall:
-    """The part of the call that both passes share; without the experts' weights, all rows go through in one chunk on one thread."""
+    """The part of the call that both passes share; without the experts' weights, one thread runs all rows in one chunk."""
     B = chunk = hidden_BD.shape[0]
     threads = num_chunks = 1
     if weights is not None:

@@ -32,11 +32,11 @@ class SequenceArgs(ctypes.Structure):
         *fields("batch layers experts steps is_double estimator dominant threads rank", Int),
         *fields("temperature rate_floor output_counts", Float),
         *fields(
-            "first inner entry input_logits seen factor seed rows stops followed active nodes num_active rates output",
+            "first inner entry input_logits projected factor seed rows stops followed active nodes num_active rates output",
             Pointer,
         ),
         *fields(
-            "grad_active grad_rates grad_output grad_first grad_inner grad_entry grad_input_logits grad_seen grad_factor",
+            "grad_active grad_rates grad_output grad_first grad_inner grad_entry grad_input_logits grad_projected grad_factor",
             Pointer,
         ),
     ]
@@ -55,16 +55,16 @@ class SequenceOptions(NamedTuple):
     temperature: float
     output_counts: float  # how much the output node's rate counts in the choice
     dominant: bool  # whether a sequence ends only when that rate exceeds all others
-    sees_input: bool  # whether gates also depend on the input
+    input_conditioned: bool  # whether gates also depend on the input
 
     def numbers(self) -> list[float]:
         return [float(number) for number in self]
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float]) -> "SequenceOptions":
-        num_layers, num_steps, estimator, temperature, output_counts, dominant, sees_input = numbers
+        num_layers, num_steps, estimator, temperature, output_counts, dominant, input_conditioned = numbers
         whole = int(num_layers), int(num_steps), int(estimator)
-        return cls(*whole, temperature, output_counts, bool(dominant), bool(sees_input))
+        return cls(*whole, temperature, output_counts, bool(dominant), bool(input_conditioned))
 
 
 # (B,), the stop of each row; no seed: greedy; no rows: 0 … B − 1; (B, T), the nodes of a recorded route to follow
@@ -74,7 +74,7 @@ DATA = ("stops", "seed", "rows", "followed")
 def tensor_names(options: SequenceOptions) -> tuple[str, ...]:
     """The names of the tensors: (B, N), (B, L − 1, N, O), then gates (N, O) and (L − 2, N, O, N), as far as there are any."""
     gates = ("first", "inner")[: options.num_layers - 1]
-    return ("entry", "input_logits", *gates) if options.sees_input else ("entry", *gates)
+    return ("entry", "input_logits", *gates) if options.input_conditioned else ("entry", *gates)
 
 
 class RouteTensors(NamedTuple):
@@ -119,11 +119,16 @@ def arrange(
     nodes_BT = None if followed is None else ordered_nodes(followed)
     num_steps = num_steps if nodes_BT is None else nodes_BT.shape[1]
     stops_B = stop.to(entry_BN) if isinstance(stop, Tensor) else None
-    seen = [] if input_logits_BLNO is None or routing.num_layers == 1 else [input_logits_BLNO]
+    input_logits = [] if input_logits_BLNO is None or routing.num_layers == 1 else [input_logits_BLNO]
     options = SequenceOptions(
-        routing.num_layers, num_steps, ESTIMATORS.index(estimator), float(temperature), *stop_numbers(stop), bool(seen)
+        routing.num_layers,
+        num_steps,
+        ESTIMATORS.index(estimator),
+        float(temperature),
+        *stop_numbers(stop),
+        bool(input_logits),
     )
-    tensors = [tensor.to(entry_BN.dtype) for tensor in (entry_BN, *seen, *routing.gates())]
+    tensors = [tensor.to(entry_BN.dtype) for tensor in (entry_BN, *input_logits, *routing.gates())]
     return Inputs(options, [stops_B, seed, as_rows(seed, rows_B), nodes_BT], tensors)
 
 

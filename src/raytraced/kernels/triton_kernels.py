@@ -48,7 +48,7 @@ def split(logits_RPP, logit_out_RP, inside_P):
 def routing(
     entry_RP, active_RQP, num_gated, first, senders, input_logits, splits, row_R, in_R,
     L: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
-    SEES: tl.constexpr, KEEPS: tl.constexpr,
+    INPUT_CONDITIONED: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """Firing rates (R, Q, P) and those of the output node (R,), when no gate below the first `num_gated` layers gets any."""
     O: tl.constexpr = N + 1
@@ -64,13 +64,13 @@ def routing(
         logit_out_RP *= tl.load(first + index_P * O + N, mask=inside_P, other=0.0)[None, :]
     for layer in range(num_gated):
         rates_RQP = tl.where(layers_1Q1 == layer, rates_RP[:, None, :], rates_RQP)
-        if SEES:
-            seen_R = (row_R * (L - 1) + layer) * (N * O)
+        if INPUT_CONDITIONED:
+            input_row_R = (row_R * (L - 1) + layer) * (N * O)
             in_input_RPP = in_R[:, None, None] & in_tile_PP[None, :, :]
             logits_RPP += tl.load(
-                input_logits + seen_R[:, None, None] + tile_PP[None, :, :], mask=in_input_RPP, other=0.0
+                input_logits + input_row_R[:, None, None] + tile_PP[None, :, :], mask=in_input_RPP, other=0.0
             )
-            out_RP = seen_R[:, None] + (index_P * O + N)[None, :]
+            out_RP = input_row_R[:, None] + (index_P * O + N)[None, :]
             logit_out_RP += tl.load(input_logits + out_RP, mask=in_R[:, None] & inside_P[None, :], other=0.0)
         soft_RPP, soft_out_RP = split(logits_RPP, logit_out_RP, inside_P)
         if KEEPS:
@@ -108,7 +108,7 @@ def num_layers_active(active_RQP, Q: tl.constexpr):
 def sequence_forward(
     entry, first, senders, input_logits, seed, rows, stops, active, rates, output, nodes, num_active, B, T,
     L: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
-    SEES: tl.constexpr, DRAWN: tl.constexpr, HAS_ROWS: tl.constexpr, RACE: tl.constexpr, DOMINANT: tl.constexpr,
+    INPUT_CONDITIONED: tl.constexpr, DRAWN: tl.constexpr, HAS_ROWS: tl.constexpr, RACE: tl.constexpr, DOMINANT: tl.constexpr,
     COUNTS: tl.constexpr, HAS_STOPS: tl.constexpr,
 ):  # fmt: skip
     """What each row of a block activates; `nodes` and `num_active` come as −1 and 0."""
@@ -153,7 +153,7 @@ def sequence_forward(
             Q,
             P,
             R,
-            SEES,
+            INPUT_CONDITIONED,
             False,
         )
         going = tl.max(running_R.to(tl.int32), 0)
@@ -210,7 +210,7 @@ def estimate(
 def routing_backward(
     grad_rates_RQP, grad_output_R, entry_RP, active_RQP, rates_RQP, num_gated, first, inner, splits,
     grad_first, grad_inner, grad_input_logits, row_R, in_R,
-    L: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, R: tl.constexpr, SEES: tl.constexpr,
+    L: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, R: tl.constexpr, INPUT_CONDITIONED: tl.constexpr,
 ):  # fmt: skip
     """Back through `routing`: the gradient of what is active (R, Q, P) and of the entry (R, P); those of gates are added."""
     O: tl.constexpr = N + 1
@@ -239,14 +239,14 @@ def routing_backward(
         grad_logits_RPP = passed_RP[:, :, None] * soft_RPP * (grad_sent_RPP - mean_RP[:, :, None])
         grad_out_RP = passed_RP * soft_out_RP * (grad_output_R[:, None] - mean_RP)
         grad_RP = of_layer(grad_rates_RQP, layers_1Q1, layer) + on_RP * mean_RP
-        if SEES:
-            seen = grad_input_logits + ((row_R * (L - 1) + layer) * (N * O))[:, None]
+        if INPUT_CONDITIONED:
+            input_row = grad_input_logits + ((row_R * (L - 1) + layer) * (N * O))[:, None]
             in_RP = in_R[:, None] & inside_P[None, :]
             in_RPP = in_R[:, None, None] & in_tile_PP[None, :, :]
-            seen_RPP = seen[:, :, None] + tile_PP[None, :, :]
-            tl.store(seen_RPP, tl.load(seen_RPP, mask=in_RPP, other=0.0) + grad_logits_RPP, mask=in_RPP)
-            seen_RP = seen + out_P[None, :]
-            tl.store(seen_RP, tl.load(seen_RP, mask=in_RP, other=0.0) + grad_out_RP, mask=in_RP)
+            input_row_RPP = input_row[:, :, None] + tile_PP[None, :, :]
+            tl.store(input_row_RPP, tl.load(input_row_RPP, mask=in_RPP, other=0.0) + grad_logits_RPP, mask=in_RPP)
+            input_row_RP = input_row + out_P[None, :]
+            tl.store(input_row_RP, tl.load(input_row_RP, mask=in_RP, other=0.0) + grad_out_RP, mask=in_RP)
         grad_sent_RPP = tl.zeros((R, P, P), entry_RP.dtype) + grad_RP[:, None, :]
         if layer == 0:
             weight_PP = tl.load(first + tile_PP, mask=in_tile_PP, other=0.0)
@@ -290,7 +290,7 @@ def sequence_backward(
     entry, first, senders, inner, input_logits, seed, rows, nodes, num_active,
     grad_active, grad_rates, grad_output, grad_entry, grad_first, grad_inner, grad_input_logits, splits, temperature, B, T,
     L: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
-    SEES: tl.constexpr, DRAWN: tl.constexpr, HAS_ROWS: tl.constexpr, ESTIMATOR: tl.constexpr, FLOOR: tl.constexpr,
+    INPUT_CONDITIONED: tl.constexpr, DRAWN: tl.constexpr, HAS_ROWS: tl.constexpr, ESTIMATOR: tl.constexpr, FLOOR: tl.constexpr,
     HAS_ACTIVE: tl.constexpr, HAS_RATES: tl.constexpr, HAS_OUTPUT: tl.constexpr,
 ):  # fmt: skip
     """Gradients of entry, gates and input_logits; each program sums its blocks into a copy of its own."""
@@ -352,7 +352,7 @@ def sequence_backward(
                 Q,
                 P,
                 R,
-                SEES,
+                INPUT_CONDITIONED,
                 True,
             )
             if ESTIMATOR != 3:  # noqa: SIM102 — known to the compiler, the next one only to the device
@@ -369,7 +369,7 @@ def sequence_backward(
             tl.debug_barrier()  # the splits are there
             more_active_RQP, more_entry_RP = routing_backward(
                 grad_rates_RQP, grad_output_R, entry_RP, active_RQP, rates_RQP, num_gated, first, inner, splits,
-                grad_first, grad_inner, grad_input_logits, row_R, in_R, L, N, Q, P, R, SEES,
+                grad_first, grad_inner, grad_input_logits, row_R, in_R, L, N, Q, P, R, INPUT_CONDITIONED,
             )  # fmt: skip
             grad_active_RQP += more_active_RQP
             grad_entry_RP += more_entry_RP

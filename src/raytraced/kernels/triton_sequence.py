@@ -64,7 +64,11 @@ class KernelTensors(NamedTuple):
 
 def _fixed(inputs: Inputs[SequenceOptions]) -> dict[str, Any]:
     _, seed, rows, _ = inputs.data
-    return {"SEES": inputs.options.sees_input, "DRAWN": seed is not None, "HAS_ROWS": rows is not None}
+    return {
+        "INPUT_CONDITIONED": inputs.options.input_conditioned,
+        "DRAWN": seed is not None,
+        "HAS_ROWS": rows is not None,
+    }
 
 
 def _by_sender(inner: Tensor) -> Tensor:
@@ -131,7 +135,7 @@ class TritonSequence(ActivationSequence):
                     num_warps=num_warps,
                 )
         gates = [grad_first.sum(0), grad_inner.sum(0)][: min(max(L - 1, 0), 2)]
-        return [grad_entry, *([grad_input_logits] if options.sees_input else []), *gates]
+        return [grad_entry, *([grad_input_logits] if options.input_conditioned else []), *gates]
 
 
 def num_programs(size: Launch, batch: int, item_bytes: int) -> int:

@@ -32,7 +32,7 @@ struct ConvolutionArgs {
   long long pooled(long long s) const { return channels[s + 1] * rows(s + 1) * columns(s + 1); }
   long long winner_columns(long long s) const { return (columns(s + 1) + 3) / 4; }
   long long winners_of(long long s) const { return channels[s + 1] * rows(s + 1) * winner_columns(s); }
-  // Inlined always: compiled for AVX2 and shared, a loop could be the copy that the linker keeps for everybody.
+  // Inlined always: compiled for AVX2 and shared, a loop could be the copy that the linker keeps for all files.
 #define ALWAYS inline __attribute__((always_inline))
   ALWAYS long long kept_size() const {
     long long size = 0;

@@ -42,7 +42,7 @@ template <typename T> struct Block {
     hidden = (T*)pieces.numbers(rows * D), given = (T*)pieces.numbers(rows * D), sum = (T*)pieces.numbers(rows * D);
     active = (T*)pieces.numbers(rows * N), mix = (T*)pieces.numbers(rows * N), results = (T*)pieces.numbers(rows * N * D);
     stops = (T*)pieces.numbers(rows);
-    between.entry = pieces.numbers(rows * N), between.seen = pieces.numbers(rows * args.sequence.rank);
+    between.entry = pieces.numbers(rows * N), between.projected = pieces.numbers(rows * args.sequence.rank);
     between.mix = pieces.numbers(rows * L * N);
     routed.active = pieces.numbers(rows * L * N), routed.rates = pieces.numbers(rows * L * N), routed.output = pieces.numbers(rows);
     routed.nodes = (i64*)pieces.bytes(rows * S * sizeof(i64)), routed.num_active = (i64*)pieces.bytes(rows * sizeof(i64));
@@ -79,7 +79,7 @@ template <typename T> struct Block {
     one.batch = n, one.threads = 1, one.entry = between.entry, one.active = routed.active, one.rates = routed.rates;
     one.output = routed.output, one.nodes = routed.nodes, one.num_active = routed.num_active;
     if (call.stops) one.stops = stops;
-    if (one.rank) one.seen = between.seen, one.factor = args.table.maps[3];
+    if (one.rank) one.projected = between.projected, one.factor = args.table.maps[3];
     if (raytraced_sequence_forward(&one)) return false;
     kernel.weigh(pass, 0, n);
     for (i64 i = 0; i < n; ++i) {

@@ -24,7 +24,7 @@ template <class S> struct GateGradient {
     Pieces pieces(memory);
     first = pieces.take<T>(N * P), first_out = pieces.take<T>(P), out = pieces.take<T>(size.inner() * P);
     used = pieces.take<unsigned char>(size.inner()), input_used = pieces.take<unsigned char>(rank ? size.gates() : 0);
-    outlets = pieces.take<T>(size.inner() * N * P), input_gates = pieces.take<T>(size.gates() * rank * size.seen());
+    outlets = pieces.take<T>(size.inner() * N * P), input_gates = pieces.take<T>(size.gates() * rank * size.num_inputs());
     bytes = pieces.used();
   }
 
@@ -38,7 +38,7 @@ template <class S> struct GateGradient {
     return outlets + node * count;
   }
   inline T* input_rows(i64 gate) {
-    const i64 count = rank * size.seen();
+    const i64 count = rank * size.num_inputs();
     if (!input_used[gate]) std::memset((void*)(input_gates + gate * count), 0, count * sizeof(T));
     input_used[gate] = 1;
     return input_gates + gate * count;
@@ -64,14 +64,14 @@ template <class S> void reduce(const SequenceArgs& args, const void* gradients, 
     for (i64 gate = 0; args.rank && gate < size.gates(); ++gate) {
       if (!part.input_used[gate]) continue;
       T *rows = sum.input_rows(gate), *more = part.input_rows(gate);
-      for (i64 i = 0; i < args.rank * size.seen(); i += S::W) S::store(rows + i, S::load(rows + i) + S::load(more + i));
+      for (i64 i = 0; i < args.rank * size.num_inputs(); i += S::W) S::store(rows + i, S::load(rows + i) + S::load(more + i));
     }
   }
   for (i64 gate = 0; args.rank && gate < size.gates(); ++gate) {
     const T* rows = sum.input_rows(gate);
     T* to = (T*)args.grad_factor + gate * (N + 1) * args.rank;
     for (i64 r = 0; r < args.rank; ++r)
-      for (i64 o = 0; o <= N; ++o) to[o * args.rank + r] = rows[r * size.seen() + (o < N ? o : P)];
+      for (i64 o = 0; o <= N; ++o) to[o * args.rank + r] = rows[r * size.num_inputs() + (o < N ? o : P)];
   }
   T *first = (T*)args.grad_first, *inner = (T*)args.grad_inner;
   for (i64 i = 0; i < N; ++i) {

@@ -21,9 +21,9 @@ template <class S> struct Size {
   int P() const { return vectors() * S::W; }                  // N, padded
   static constexpr bool whole() { return S::N && S::N % S::W == 0; }  // no padding
   i64 gates() const { return (i64)(L - 1) * N(); }
-  int seen() const { return P() + S::W; }  // what a gate sees: its outlets, and a vector for the output node
+  int num_inputs() const { return P() + S::W; }  // input logits of a gate: of its outlets, and a vector for the output node
   i64 inner() const { return L > 2 ? (i64)(L - 2) * N() : 0; }  // nodes whose gates have N inputs
-  // Vector v of a row of N numbers that somebody else laid out, without padding.
+  // Vector v of a row of N numbers in memory without padding.
   typename S::V load(const T* row, int v) const {
     if (whole() || (v + 1) * S::W <= N()) return S::load_any(row + v * S::W);
     typename S::V x = S::zero();
@@ -45,7 +45,7 @@ template <class S> struct Gates {
     g.first_out = pieces.take<T>(P);
     g.ready = pieces.take<unsigned char>(inner);
     g.largest = pieces.take<T>(inner + N);
-    g.input_gates = pieces.take<T>(size.gates() * args.rank * size.seen());
+    g.input_gates = pieces.take<T>(size.gates() * args.rank * size.num_inputs());
     return g;
   }
 
@@ -72,8 +72,8 @@ template <class S> struct Gates {
     for (i64 gate = 0; gate < size.gates(); ++gate)
       for (i64 r = 0; r < args.rank; ++r) {
         const T* from = (const T*)args.factor + gate * (N + 1) * args.rank + r;
-        T* to = (T*)g.input_gates + (gate * args.rank + r) * size.seen();
-        for (int o = 0; o < size.seen(); ++o) to[o] = 0;
+        T* to = (T*)g.input_gates + (gate * args.rank + r) * size.num_inputs();
+        for (int o = 0; o < size.num_inputs(); ++o) to[o] = 0;
         for (int o = 0; o < N; ++o) to[o] = from[o * args.rank];
         to[P] = from[N * args.rank];
       }

@@ -1,5 +1,5 @@
-// What gates see of the input, added to their logits: given for every sample, or as two factors, of which one is the sample's (R)
-// and one everybody's; and its gradient. Axes: L layers, N experts per layer (P with padding), O = N + 1 outlets.
+// What the input adds to the logits of gates: given for every sample, or as two factors, of which one belongs to the sample (R)
+// and one is shared by all samples; and its gradient. Axes: L layers, N experts per layer (P with padding), O = N + 1 outlets.
 #pragma once
 
 #include "gate_gradient.inl"
@@ -20,29 +20,29 @@ template <class S> struct InputGates {
   i64 sample = 0;
 
   InputGates(const SequenceArgs& args, const PackedGates& gates, Pieces& pieces)
-      : args(args), gates(gates), size(args), any(args.input_logits || args.seen) {
-    rows = pieces.take<T>(any ? size.gates() * size.seen() : 0), sums = pieces.take<T>(args.rank * W);
+      : args(args), gates(gates), size(args), any(args.input_logits || args.projected) {
+    rows = pieces.take<T>(any ? size.gates() * size.num_inputs() : 0), sums = pieces.take<T>(args.rank * W);
   }
 
-  const T* row(i64 gate) const { return rows + gate * size.seen(); }
+  const T* row(i64 gate) const { return rows + gate * size.num_inputs(); }
   T out(i64 gate) const { return row(gate)[size.P()]; }  // to the output node
-  const T* factor(i64 gate) const { return (const T*)gates.input_gates + gate * args.rank * size.seen(); }
-  const T* seen() const { return (const T*)args.seen + sample * args.rank; }
+  const T* factor(i64 gate) const { return (const T*)gates.input_gates + gate * args.rank * size.num_inputs(); }
+  const T* projected() const { return (const T*)args.projected + sample * args.rank; }
 
-  // Fills in what one gate of this sample sees.
+  // Fills in one gate's input logits for this sample.
   inline void read(i64 gate) {
     const int num_vectors = size.vectors();
-    T* to = rows + gate * size.seen();
+    T* to = rows + gate * size.num_inputs();
     if (args.input_logits) {
       const T* given = (const T*)args.input_logits + (sample * size.gates() + gate) * (size.N() + 1);
       for (int v = 0; v < num_vectors; ++v) S::store(to + v * W, size.load(given, v) * S::log2_e);
       to[size.P()] = given[size.N()] * S::log2_e;
       return;
     }
-    const T *from = factor(gate), *by = seen();
+    const T *from = factor(gate), *by = projected();
     for (int v = 0; v <= num_vectors; ++v) {
       V sum = S::zero();
-      for (i64 r = 0; r < args.rank; ++r) sum += by[r] * S::load(from + r * size.seen() + v * W);
+      for (i64 r = 0; r < args.rank; ++r) sum += by[r] * S::load(from + r * size.num_inputs() + v * W);
       S::store(to + v * W, sum * S::log2_e);
     }
   }
@@ -63,12 +63,12 @@ template <class S> struct InputGates {
       for (int o = 0; o < N; ++o) to[o] += logits[o];
       to[N] += out;
     } else if (args.rank) {
-      const T *from = factor(gate), *by = seen();
+      const T *from = factor(gate), *by = projected();
       T* learnt = gradient.input_rows(gate);
       for (int v = 0; v <= num_vectors; ++v) {
         const V grad = v < num_vectors ? S::load(logits + v * W) : S::iota() == S::zero() ? S::splat(out) : S::zero();
         for (i64 r = 0; r < args.rank; ++r) {
-          const i64 at = r * size.seen() + v * W;
+          const i64 at = r * size.num_inputs() + v * W;
           S::store(learnt + at, S::load(learnt + at) + by[r] * grad);
           S::store(sums + r * W, S::load(sums + r * W) + S::load(from + at) * grad);
         }
@@ -77,7 +77,7 @@ template <class S> struct InputGates {
   }
 
   inline void finish() {
-    for (i64 r = 0; r < args.rank; ++r) ((T*)args.grad_seen)[sample * args.rank + r] = S::sum(S::load(sums + r * W))[0];
+    for (i64 r = 0; r < args.rank; ++r) ((T*)args.grad_projected)[sample * args.rank + r] = S::sum(S::load(sums + r * W))[0];
   }
 };
 

@@ -1,6 +1,6 @@
 // Short vectors of W lanes in the compiler's vector extension: the same source for every instruction set.
 // Nothing of the C++ library is used here or in any file compiled with extra instructions: an inline function of the
-// library, compiled for AVX2, could be the copy that the linker keeps for everybody.
+// library, compiled for AVX2, could be the copy that the linker keeps for all files.
 #pragma once
 
 namespace raytraced {

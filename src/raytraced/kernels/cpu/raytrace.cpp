@@ -41,7 +41,7 @@ struct Pass : RaytracePass {
     const ExpertsArgs& grid = args.experts;
     const long long B = call.batch, M = grid.nodes();
     Pieces pieces(memory, number());
-    between.entry = pieces.numbers(B * grid.experts), between.seen = pieces.numbers(B * args.sequence.rank);
+    between.entry = pieces.numbers(B * grid.experts), between.projected = pieces.numbers(B * args.sequence.rank);
     between.mix = pieces.numbers(B * M);
     between.pair_rows = (int*)pieces.bytes(B * M * sizeof(int));
     between.pair_offsets = (long long*)pieces.bytes(call.num_chunks * (M + 1) * sizeof(long long));
@@ -59,7 +59,7 @@ struct Pass : RaytracePass {
     const long long B = call.batch;
     Pieces pieces(memory, number());
     between.grad_mix = pieces.numbers(B * args.experts.nodes()), between.grad_entry = pieces.numbers(B * args.experts.experts);
-    between.grad_seen = pieces.numbers(B * args.sequence.rank);
+    between.grad_projected = pieces.numbers(B * args.sequence.rank);
     between.grad_results = pieces.numbers(num_pairs * args.experts.dim());
     return pieces.used();
   }
@@ -90,11 +90,11 @@ struct Pass : RaytracePass {
     one.stops = call.stops, one.followed = call.followed;
     one.active = call.active, one.rates = call.rates, one.output = call.output;
     one.nodes = call.nodes, one.num_active = call.num_active;
-    if (one.rank) one.seen = between.seen, one.factor = args.table.maps[3];
+    if (one.rank) one.projected = between.projected, one.factor = args.table.maps[3];
     one.grad_active = call.grad_active, one.grad_rates = call.grad_rates, one.grad_output = call.grad_output;
     const RaytraceTable gradients = this->gradients();
     one.grad_first = gradients.gates[0], one.grad_inner = gradients.gates[1], one.grad_entry = between.grad_entry;
-    one.grad_seen = between.grad_seen, one.grad_factor = gradients.maps[3];
+    one.grad_projected = between.grad_projected, one.grad_factor = gradients.maps[3];
     return one;
   }
   ExpertsArgs experts(bool keep) const {

@@ -1,5 +1,5 @@
 // Hidden vectors through the entry gate, the activation sequence, the weights and the experts: what Python passes, and what each
-// instruction set's copy of the parts between offers. Axes: as in sequence.h and experts.h; R the rank of what gates see.
+// instruction set's copy of the parts between offers. Axes: as in sequence.h and experts.h; R the rank of the input maps.
 #pragma once
 
 #include "experts.h"
@@ -22,7 +22,7 @@ struct RaytraceLayer {
 
 // A table of pointers to all parameters of a layer, or to their gradients, by name; a null table gives null pointers.
 struct RaytraceTable {
-  void* maps[4] = {};     // of the hidden vector: the entry gate's (N, D) and (N); if gates see (R > 0), (R, D) and (L-1, N, O, R)
+  void* maps[4] = {};     // of the hidden vector: the entry gate's (N, D) and (N); the input maps (R, D) and (L-1, N, O, R) if R > 0
   void* gates[2] = {};    // (N, O) and (L-2, N, O, N), as far as there are any
   void* const* experts = nullptr;  // weights and biases, as in experts.h
 
@@ -78,17 +78,17 @@ struct EarlyExitCall {
   const double* thresholds;                // (L + 1), of the largest probability, before the first layer and after each
   const unsigned char* mask;               // (B), null for ones: a row of 0 leaves with its first answer
   const void* stops;                       // (B), null: as in sequence.h
-  void *logits, *active;                   // (B, Y), (B, L, N): who ran
+  void *logits, *active;                   // (B, Y), (B, L, N): which experts ran
   long long *nodes, *num_active, *num_exits;  // (B, S): the whole sequence, if it was asked for; (B), (B)
 };
 
 // What passes from one part to the next.
 struct RaytraceBetween {
-  void *entry, *seen, *mix, *states;       // (B, N), (B, R), (B, L, N); as in experts.h, and so all that follow
+  void *entry, *projected, *mix, *states;  // (B, N), (B, R), (B, L, N); as in experts.h, and so all that follow
   int* pair_rows;
   long long* pair_offsets;
   void *results, *inner[16];
-  void *grad_mix, *grad_results, *grad_entry, *grad_seen;
+  void *grad_mix, *grad_results, *grad_entry, *grad_projected;
 };
 
 struct RaytracePass {

@@ -25,16 +25,16 @@ template <typename T> struct Raytrace {
     for (i64 d = 0; d < count; ++d) to[d] += scale * from[d];
   }
 
-  // Entry rates, softmax(W h + b), and what gates see, U h.
+  // Entry rates, softmax(W h + b), and the projection of the input for the gates, U h.
   static void enter(const RaytracePass& pass, i64 begin, i64 end) {
     const RaytraceArgs& args = pass.args;
     const i64 N = args.sequence.experts, R = args.sequence.rank, D = args.experts.dim();
     const T* const* maps = (const T* const*)args.table.maps;
     for (i64 b = begin; b < end; ++b) {
       const T* hidden = (const T*)pass.call.hidden + b * D;
-      T *entry = (T*)pass.between.entry + b * N, *seen = (T*)pass.between.seen + b * R, total = 0;
+      T *entry = (T*)pass.between.entry + b * N, *projected = (T*)pass.between.projected + b * R, total = 0;
       for (i64 i = 0; i < N; ++i) entry[i] = maps[1][i] + dot(maps[0] + i * D, hidden, D);
-      for (i64 r = 0; r < R; ++r) seen[r] = dot(maps[2] + r * D, hidden, D);
+      for (i64 r = 0; r < R; ++r) projected[r] = dot(maps[2] + r * D, hidden, D);
       T most = entry[0];
       for (i64 i = 1; i < N; ++i) most = most >= entry[i] ? most : entry[i];
       for (i64 i = 0; i < N; ++i) total += entry[i] = exp(entry[i] - most);
@@ -50,7 +50,7 @@ template <typename T> struct Raytrace {
     for (i64 i = 0; i < pass.num_maps(); ++i) weight[i] = 0;
     for (i64 b = begin; b < end; ++b) {
       const T *hidden = (const T*)pass.call.hidden + b * D, *entry = (const T*)pass.between.entry + b * N;
-      const T *grad = (const T*)pass.between.grad_entry + b * N, *seen = (const T*)pass.between.grad_seen + b * R;
+      const T *grad = (const T*)pass.between.grad_entry + b * N, *projected = (const T*)pass.between.grad_projected + b * R;
       T* grad_hidden = (T*)pass.call.grad_hidden + b * D;
       const T mean = dot(entry, grad, N);
       for (i64 i = 0; i < N; ++i) {
@@ -60,8 +60,8 @@ template <typename T> struct Raytrace {
         add(grad_hidden, logit, maps[0] + i * D, D);
       }
       for (i64 r = 0; r < R; ++r) {
-        add(into + r * D, seen[r], hidden, D);
-        add(grad_hidden, seen[r], maps[2] + r * D, D);
+        add(into + r * D, projected[r], hidden, D);
+        add(grad_hidden, projected[r], maps[2] + r * D, D);
       }
     }
   }

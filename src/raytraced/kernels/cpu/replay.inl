@@ -85,13 +85,13 @@ template <class S> struct Replay {
       if (input_gates.any) {
         typename S::VI tame = S::zero() == S::zero();
         for (int w = 0; w < in_group; ++w) {
-          const T* seen = input_gates.row((i64)l * N + group * W + w);
+          const T* input_row = input_gates.row((i64)l * N + group * W + w);
           for (int v = 0; v < num_vectors; ++v) {
-            const V logits = S::load(rows + w * P + v * W) + S::load(seen + v * W);
+            const V logits = S::load(rows + w * P + v * W) + S::load(input_row + v * W);
             S::store(rows + w * P + v * W, logits);
             tame &= Gates<S>::is_tame(logits);
           }
-          logit_out[w] += seen[P];
+          logit_out[w] += input_row[P];
         }
         is_careful = S::count(tame & Gates<S>::is_tame(logit_out)) < W;
       }

@@ -11,8 +11,8 @@ struct SequenceArgs {
   long long batch, layers, experts, steps, is_double, estimator, dominant, threads, rank;
   double temperature, rate_floor, output_counts;  // the last: how much, beside the nodes, when one is drawn
   const void *first, *inner, *entry;  // gates (N, O) and (L-2, N, O, N), entry rates (B, N)
-  // What gates see of the input, added to their logits: (B, L-1, N, O), or two factors (B, R) and (L-1, N, O, R), or null.
-  const void *input_logits, *seen, *factor;
+  // What the input adds to the logits of gates: (B, L-1, N, O), or two factors (B, R) and (L-1, N, O, R), or null.
+  const void *input_logits, *projected, *factor;
   const long long *seed, *rows;       // one number, null for greedy; (B,), null for 0 ... B-1
   const void* stops;                  // (B,), in place of output_counts, a number for each sample; or null
   const long long* followed;          // (B, T), the nodes of a recorded sequence, -1 after the last; null: they are chosen
@@ -21,7 +21,7 @@ struct SequenceArgs {
   void *rates, *output;               // (B, M), (B,)
   // The backward pass reads nodes and num_active; a null gradient is zero.
   const void *grad_active, *grad_rates, *grad_output;
-  void *grad_first, *grad_inner, *grad_entry, *grad_input_logits, *grad_seen, *grad_factor;
+  void *grad_first, *grad_inner, *grad_entry, *grad_input_logits, *grad_projected, *grad_factor;
 };
 
 // The gates in the layouts of the kernel, rows padded with zeros to whole vectors. All but `inputs` are multiplied by
@@ -34,7 +34,7 @@ struct PackedGates {
   void* first_out;       // (nodes)
   unsigned char* ready;  // (L-2, N): is `outlets` filled in for this node?
   void* largest;         // (L-1, N): a gate's largest |W|
-  void* input_gates;           // (L-1, N, R, outlets and then the output node): the factor of what gates see; not multiplied
+  void* input_gates;           // (L-1, N, R, outlets and then the output node): the shared factor; not multiplied
 };
 
 // One specialisation: a type, a vector width, and perhaps a fixed N.

@@ -76,11 +76,11 @@ template <class S> struct Forward {
     }
     bool is_tame = ((const T*)gates.largest)[l * N + i] * rate < Gates<S>::tame;
     if (input_gates.any) {
-      const T* seen = input_gates.row((i64)l * N + i);
+      const T* input_row = input_gates.row((i64)l * N + i);
       logit_out += S::splat(input_gates.out((i64)l * N + i));
       typename S::VI tame = Gates<S>::is_tame(logit_out);
       for (int v = 0; v < num_vectors; ++v) {
-        const V logits = S::load(row + v * W) + S::load(seen + v * W);
+        const V logits = S::load(row + v * W) + S::load(input_row + v * W);
         S::store(row + v * W, logits);
         tame &= Gates<S>::is_tame(logits);
       }

@@ -28,7 +28,7 @@ struct Job {
 };
 
 struct Pool {
-  std::mutex in_use;  // one job at a time; whoever finds the pool taken works alone
+  std::mutex in_use;  // one job at a time; a caller that finds the pool taken works alone
   std::mutex lock;
   std::condition_variable wake, done;
   Job* job = nullptr;

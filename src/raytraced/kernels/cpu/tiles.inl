@@ -1,4 +1,4 @@
-// Matrix products on the few rows that one expert gets. The weights, which come from memory, are read once and in order.
+// Matrix products on the few rows that one expert gets. The weights are read once and in order.
 // Axes: n rows, K inputs and O outputs of a linear layer, V lanes of a vector.
 // A panel holds 2V rows side by side, transposed: panel[k * 2V + row]; the last one only V rows where that is enough.
 // A sum runs over k in ascending order whatever the tile, so that a row's result never depends on the rows around it.
