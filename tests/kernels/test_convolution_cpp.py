@@ -28,7 +28,7 @@ class Stages(nn.Module):
 
     def __init__(self, channels: list[int]) -> None:
         super().__init__()
-        convolutions = [nn.Conv2d(given, wanted, 3, padding=1) for given, wanted in itertools.pairwise(channels)]
+        convolutions = [nn.Conv2d(*pair, 3, padding=1) for pair in itertools.pairwise(channels)]
         self.weights = nn.ParameterList(convolution.weight for convolution in convolutions)
         self.biases = nn.ParameterList(convolution.bias for convolution in convolutions)
 

@@ -317,7 +317,7 @@ def test_a_library_built_from_other_sources_is_not_used(size, monkeypatch):
     with pytest.warns(RuntimeWarning, match=r"^the compiled kernels are built from other sources: reinstall"):
         cpp_library.mirrors(Numbers)
     assert cpp_library.cpu is None
-    assert cpp_library.why_unfit((torch.ones(2),)) == "the compiled kernels are built from other sources"
+    assert cpp_library.unfit_reason((torch.ones(2),)) == "the compiled kernels are built from other sources"
 
 
 def test_a_library_with_the_same_structs_is_used(monkeypatch):

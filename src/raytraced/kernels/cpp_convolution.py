@@ -109,10 +109,10 @@ def unsupported_reason(images: Tensor, weights: Sequence[Tensor], biases: Sequen
     if images.ndim != 4 or min(images.shape[2:]) >> len(weights) < 1:
         return "not a batch of images that are large enough"
     channels = [images.shape[1], *(weight.shape[0] for weight in weights)]
-    shapes = [((wanted, given, 3, 3), (wanted,)) for given, wanted in pairwise(channels)]
+    shapes = [((out_channels, in_channels, 3, 3), (out_channels,)) for in_channels, out_channels in pairwise(channels)]
     if shapes != [(weight.shape, bias.shape) for weight, bias in zip(weights, biases, strict=True)]:
         return "not 3×3 convolutions, one on the other's channels"
-    return library.why_unfit((images, *weights, *biases), torch.float32)
+    return library.unfit_reason((images, *weights, *biases), torch.float32)
 
 
 def run(images: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:

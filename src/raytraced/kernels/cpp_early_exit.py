@@ -79,7 +79,7 @@ def _unsupported_head(head: nn.Module, hidden_BD: Tensor) -> str | None:
         return "an output layer without a bias, or of another width"
     if not (weight_YD.is_contiguous() and bias_Y.is_contiguous()):
         return "an output layer that is not contiguous"
-    return library.why_unfit((weight_YD, bias_Y), hidden_BD.dtype)
+    return library.unfit_reason((weight_YD, bias_Y), hidden_BD.dtype)
 
 
 def _has_hooks(head: nn.Module) -> bool:

@@ -176,7 +176,7 @@ def unsupported_reason(
     weights, biases = experts.stacks()
     if any([parameter.dtype is not hidden_BD.dtype for parameter in (*weights, *biases)]):
         return "hidden vectors of another precision than the experts"
-    return library.why_unfit((hidden_BD, weights_BLN, *weights, *biases))
+    return library.unfit_reason((hidden_BD, weights_BLN, *weights, *biases))
 
 
 def run(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from raytraced.experts import Experts, Layer
-from raytraced.kernels.cpp_library import why_unfit
+from raytraced.kernels.cpp_library import unfit_reason
 
 _HUGE_BYTES = 2**25
 
@@ -95,11 +95,11 @@ class _Unstack(torch.autograd.Function):
 
 
 def _unbind(parameter: Tensor) -> Sequence[Tensor]:
-    large = parameter.nbytes >= _HUGE_BYTES and parameter.requires_grad and why_unfit((parameter,)) is None
+    large = parameter.nbytes >= _HUGE_BYTES and parameter.requires_grad and unfit_reason((parameter,)) is None
     return GradientHome(parameter) if large else parameter.unbind(0)
 
 
 def unstacked(experts: Experts, hidden_BD: Tensor) -> Sequence[Layer]:
     """The layers of a grid, for one call that runs them one by one on these vectors."""
-    special = torch.compiler.is_compiling() or not torch.is_grad_enabled() or why_unfit((hidden_BD,)) is not None
+    special = torch.compiler.is_compiling() or not torch.is_grad_enabled() or unfit_reason((hidden_BD,)) is not None
     return experts.unstacked() if special else experts.unstacked(_unbind)

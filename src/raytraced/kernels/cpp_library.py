@@ -111,14 +111,14 @@ def is_unchanged(instance: object, base: type, *methods: str) -> bool:
     return not any([method in own for method in methods])
 
 
-def why_unfit(given: Iterable[Tensor | None], dtype: torch.dtype | None = None) -> str | None:
-    """Why the library cannot read these tensors: it needs ordinary CPU tensors (of one precision, where it is given)."""
+def unfit_reason(candidates: Iterable[Tensor | None], dtype: torch.dtype | None = None) -> str | None:
+    """Why the library cannot read these tensors: it needs ordinary CPU tensors, of one precision where `dtype` is set."""
     if cpu is None:
         return f"the compiled kernels are {reason}"
-    tensors = [tensor for tensor in given if tensor is not None]
+    tensors = [tensor for tensor in candidates if tensor is not None]
     if not all([tensor.is_cpu for tensor in tensors]):
         return "a tensor is not on the CPU"
-    return why_unreadable(tensors, dtype)
+    return unreadable_reason(tensors, dtype)
 
 
 def are_ordinary(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
@@ -134,8 +134,8 @@ def are_ordinary(tensors: Sequence[Tensor], dtype: torch.dtype) -> bool:
         return False
 
 
-def why_unreadable(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> str | None:
-    """Why no kernel can read these tensors, on whatever device: it needs their memory (of one precision, where it is given)."""
+def unreadable_reason(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> str | None:
+    """Why no kernel on any device can read these tensors: it needs their memory, of one precision where `dtype` is set."""
     if dtype is not None and any([tensor.dtype is not dtype for tensor in tensors]):
         return "tensors of several precisions"
     if torch.compiler.is_compiling():
@@ -150,7 +150,7 @@ def why_unreadable(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) 
     except RuntimeError:
         return "inside a transform of torch.func a tensor has no memory of its own"
     if _is_forward_mode() and any([forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors]):
-        return "a forward derivative is wanted"
+        return "a forward derivative is computed"
     return None
 
 

@@ -202,7 +202,7 @@ def unsupported_reason(layer: KernelArgs, hidden_BD: Tensor, *, exits: bool = Fa
         return None
     if not all(map(Tensor.is_contiguous, tensors[1:])):
         return "parameters that are not contiguous"
-    return library.why_unfit(tensors, hidden_BD.dtype)
+    return library.unfit_reason(tensors, hidden_BD.dtype)
 
 
 @lru_cache

@@ -208,7 +208,7 @@ def unsupported_reason(
         return "a custom routing network"
     if entry_BN.dtype not in library.PRECISIONS:
         return "entry rates in half precision"
-    return library.why_unfit((entry_BN, input_logits_BLNO, *routing.gates()))
+    return library.unfit_reason((entry_BN, input_logits_BLNO, *routing.gates()))
 
 
 def run(routing: RoutingNetwork, entry_BN: Tensor, **options: Any) -> Route:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from raytraced.experts import MLPS, Grid, Stream, run_stream
 from raytraced.kernels.cpp_experts import is_custom
-from raytraced.kernels.cpp_library import why_unreadable
+from raytraced.kernels.cpp_library import unreadable_reason
 
 _PRECISIONS = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNED_BYTES = 16  # of every row of an operand
@@ -110,7 +110,7 @@ def unsupported_reason(
         return f"an expert's widths are no multiples of {_ALIGNED_BYTES // dtype.itemsize}"
     if not torch.is_autocast_enabled(hidden_BD.device.type) and any([weight.dtype is not dtype for weight in weights]):
         return "hidden vectors of another precision than the experts"
-    return why_unreadable((hidden_BD, weights_BLN, *weights, *biases))
+    return unreadable_reason((hidden_BD, weights_BLN, *weights, *biases))
 
 
 def slower_reason(experts: Grid, hidden_BD: Tensor, *rest: object) -> str | None:

@@ -39,7 +39,7 @@ def unsupported_reason(
         return "hidden vectors of another precision than the experts"
     if library.cpu is not None and not _is_built:
         return "the compiled kernels are older than this file: build them again"
-    return library.why_unfit((hidden_BD, weights_BLN))
+    return library.unfit_reason((hidden_BD, weights_BLN))
 
 
 def run(

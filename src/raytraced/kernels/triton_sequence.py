@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raytraced.kernels import cpp_sequence
 from raytraced.kernels.cpp_function import Inputs, Outputs
-from raytraced.kernels.cpp_library import PRECISIONS, why_unreadable
+from raytraced.kernels.cpp_library import PRECISIONS, unreadable_reason
 from raytraced.kernels.cpp_sequence import ActivationSequence, RouteTensors, SequenceOptions
 from raytraced.routing import RoutingNetwork
 from raytraced.sequence import RATE_FLOOR, Route
@@ -170,7 +170,7 @@ def unsupported_reason(
         return f"more than {MAX_EXPERTS} experts per layer, or {MAX_NODES} nodes"
     if entry_BN.dtype not in PRECISIONS:
         return "entry rates in half precision"
-    return why_unreadable(tensors)
+    return unreadable_reason(tensors)
 
 
 def run(routing: RoutingNetwork, entry_BN: Tensor, **options: Any) -> Route:
