@@ -36,7 +36,7 @@ def tiny_set(*sources):
     return PublicSet(
         name="tiny",
         arrays={key: info_of(array) for key, array in ARRAYS.items()},
-        wanted=frozenset(FILES),
+        file_names=frozenset(FILES),
         decode=decode,
         sources=sources,
         folders=("Tiny/raw", "."),

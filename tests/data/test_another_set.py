@@ -28,9 +28,9 @@ class SourceArchive:
     def __str__(self):
         return f"archive {self.archive.name}"
 
-    def fetch(self, wanted, folder, report):
+    def fetch(self, file_names, folder, report):
         report(0, None)
-        return read_tar(self.archive, wanted)
+        return read_tar(self.archive, file_names)
 
 
 def decode(files):
@@ -50,7 +50,7 @@ def text_set(*sources):
     return PublicSet(
         name="words",
         arrays={"text": info_of(TEXT)},
-        wanted=frozenset({"text.gz"}),
+        file_names=frozenset({"text.gz"}),
         decode=decode,
         sources=sources,
         folders=("words",),

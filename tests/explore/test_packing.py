@@ -17,7 +17,7 @@ from raytraced.cli.main import main
 from raytraced.data.cache import replace_entry
 from raytraced.data.sources import ArrayInfo, Entry, PublicSet
 from raytraced.explore.gallery import choose_images, has_images, ink_of, pack_gallery
-from raytraced.explore.packing import pack_model, planes_of, why_unpackable
+from raytraced.explore.packing import pack_model, planes_of, unpackable_reason
 from raytraced.explore.page import make_page
 from raytraced.io.saving import PRETRAINED
 from raytraced.models.registry import SHIPPED
@@ -85,7 +85,7 @@ def test_ink_is_how_much_of_the_frame_is_filled():
     ids=["top-k", "gpt-dense", "multi-exit", "custom experts", "tokenizer"],
 )
 def test_a_model_that_the_page_cannot_run_is_refused(model, reason):
-    assert reason in why_unpackable(model)
+    assert reason in unpackable_reason(model)
     with pytest.raises(ValueError, match=f"^mine: .*{reason}"):
         make_page([("mine", model)])
 
@@ -198,7 +198,7 @@ def test_data_that_does_not_fit_the_model_leaves_the_page_without_images(tmp_pat
 def test_an_altered_copy_of_a_data_set_is_reported_and_not_downloaded_again(tmp_path, monkeypatch, capsys):
     content = np.arange(12, dtype=np.uint8)
     info = ArrayInfo(content.shape, hashlib.sha256(content.tobytes()).hexdigest())
-    own = PublicSet(name="own", arrays={"a": info}, wanted=frozenset(), decode=dict, sources=(), folders=("own",))
+    own = PublicSet(name="own", arrays={"a": info}, file_names=frozenset(), decode=dict, sources=(), folders=("own",))
     monkeypatch.setitem(CATALOG, "own", Entry("twelve bytes", (own,)))
     replace_entry(tmp_path, own, {"a": content})
     assert has_images("own", str(tmp_path))

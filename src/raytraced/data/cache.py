@@ -78,7 +78,7 @@ def fetch(public_set: PublicSet, root: Path) -> Arrays:
             else:
                 say(f"{public_set.name}: trying {source}")
                 with working_folder(root, public_set.name) as folder, show_bar(public_set.name) as report:
-                    arrays = _verified(public_set, source.fetch(public_set.wanted, folder, report))
+                    arrays = _verified(public_set, source.fetch(public_set.file_names, folder, report))
             say(f"{public_set.name}: taken from {source}, every checksum matches")
             return arrays
         except (ValueError, OSError) as error:
@@ -100,8 +100,8 @@ def from_folder(folder: Path, public_set: PublicSet) -> Arrays:
         try:
             archive = next((place / name for name in public_set.archives if (place / name).is_file()), None)
             if archive is not None:
-                return _verified(public_set, read_tar(archive, public_set.wanted))
-            files = [place / name for name in sorted(public_set.wanted) if (place / name).is_file()]
+                return _verified(public_set, read_tar(archive, public_set.file_names))
+            files = [place / name for name in sorted(public_set.file_names) if (place / name).is_file()]
             if files:
                 return _verified(public_set, {path.name: path.read_bytes() for path in files})
         except ValueError as error:

