@@ -135,7 +135,7 @@ def attack_valid(piece: int) -> Found:
 
 async def texts_of(address: str, stop: Callable[[], None] | None) -> list[bytes]:
     """25 texts that are generated at the same time; `stop` is called when all have begun."""
-    begun, everyone = 0, asyncio.Event()
+    begun, all_connected = 0, asyncio.Event()
 
     async def read(number: int) -> bytes:
         nonlocal begun
@@ -149,12 +149,12 @@ async def texts_of(address: str, stop: Callable[[], None] | None) -> list[bytes]
                 if not content:
                     begun += 1
                     if begun == NUM_IN_FLIGHT:
-                        everyone.set()
+                        all_connected.set()
                 content += chunk
             return content
 
     tasks = [asyncio.create_task(read(number)) for number in range(NUM_IN_FLIGHT)]
-    await asyncio.wait_for(everyone.wait(), 60)
+    await asyncio.wait_for(all_connected.wait(), 60)
     if stop is not None:
         assert not any(task.done() for task in tasks), "a text ended before the signal"
         stop()

@@ -360,5 +360,5 @@ def test_budget_exits_are_the_answers_with_each_budget():
         assert not exits.current.ended.any() or budget == 2
         if budget < 2:
             exits.advance()
-    with pytest.raises(ValueError, match=r"rows=.*: must be None: all rows go on"):
+    with pytest.raises(ValueError, match=r"rows=.*: must be None: all rows continue"):
         exits.advance(torch.tensor([0]))

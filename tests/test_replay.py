@@ -171,7 +171,7 @@ def test_baselines_weigh_a_recorded_set_by_their_own_rule(name):
         assert torch.equal(again.routes[0].active.detach(), first.routes[0].active.detach())
         torch.testing.assert_close(again.logits, first.logits, rtol=1e-5, atol=1e-6)
     other = torch.zeros_like(first.routes[0].active)
-    other[:, :, 1] = 1  # a set that nobody chose
+    other[:, :, 1] = 1  # a set that no row chose
     forced = model(images, routes=Route(other, None, other.sum((1, 2)).long(), None))
     assert torch.equal(forced.routes[0].active.detach(), other)
     assert forced.logits.isfinite().all()

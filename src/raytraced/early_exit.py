@@ -34,7 +34,7 @@ class Exits(Protocol[T]):
     """Answers on the way, one after the other.
 
     `current` holds the newest answer of the rows that have not left, and which of them have ended (`Exit`).
-    `advance(rows)` goes on with these of its rows (numbers into the current ones, None: all) to the next exit.
+    `advance(rows)` continues with these of its rows (numbers into the current ones, None: all) to the next exit.
     """
 
     @property
@@ -51,7 +51,7 @@ class MappedExits(Generic[T, U]):
         self.current = self._map()
 
     def advance(self, rows: Tensor | None = None) -> None:
-        """Go on with some of the current rows."""
+        """Continue with some of the current rows."""
         self.exits.advance(rows)
         self.current = self._map()
 
@@ -73,16 +73,16 @@ class BudgetExits(Generic[T]):
         self.current = self._run()
 
     def advance(self, rows: Tensor | None = None) -> None:
-        """Answer anew with one expert more. All rows must go on: a text's tokens depend on each other."""
-        require(rows is None or len(rows) == len(self.current.ended), "rows", rows, "must be None: all rows go on")
+        """Answer anew with one expert more. All rows must continue: a text's tokens depend on each other."""
+        require(rows is None or len(rows) == len(self.current.ended), "rows", rows, "must be None: all rows continue")
         self.budget += 1
         self.current = self._run()
 
     def _run(self) -> Exit[T]:
         out: Any = self.answer(self.budget)
         uses_all = [(route.num_active == self.budget).flatten(1).any(1) for route in _batched(out.routes)]
-        goes_on_n = torch.stack(uses_all).any(0) & (self.budget < self.max_experts)
-        return Exit(out, ~goes_on_n)
+        continues_n = torch.stack(uses_all).any(0) & (self.budget < self.max_experts)
+        return Exit(out, ~continues_n)
 
 
 def _batched(routes: Sequence[Route]) -> Iterator[Route]:
@@ -128,7 +128,7 @@ class ExitPolicy:
         return ended_n if threshold is None else ended_n | ~(confidences(out.logits) < threshold)
 
     def stop_reason(self, step: "WalkStep[Any]", confidence: float, num_experts: int, ended: bool) -> StopReason | None:
-        """Why one row of an exit leaves, None if it goes on: for rows that have policies of their own.
+        """Why one row of an exit leaves, None if it continues: for rows that have policies of their own.
 
         Args:
             step: The exit.
@@ -173,8 +173,8 @@ class Walk(Generic[T]):
 
         walk = Walk(lambda: model.exits(images))
         while walk.step is not None:
-            ...                                 # look at walk.step
-            walk.leave(leaves_n)                # a bool for each of its rows; the others go on to the next exit
+            ...                                 # read walk.step
+            walk.leave(leaves_n)                # a bool for each of its rows; the others continue to the next exit
 
     The exits are made by a function, so that the time they take until the first answer counts as a step.
     """
@@ -244,7 +244,7 @@ def run(make_exits: Callable[[], Exits[Any]], policy: ExitPolicy, mask_B: Tensor
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which torch.compile does not trace: which rows go on depends on values."""
+    """The same function, which torch.compile does not trace: which rows continue depends on values."""
     return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
 

@@ -1,4 +1,4 @@
-"""coin: in training every sample runs one expert a layer, drawn at random; in evaluation all of them, averaged.
+"""coin: in training every sample runs one expert per layer, drawn at random; in evaluation all of them, averaged.
 
 A new router, as it would stand in raytraced/routers. Axes: B batch, N experts per layer, D width.
 """

@@ -95,7 +95,7 @@ class Loader(task.Loader[Windows]):
 
 
 class NextByte(Task[Text]):
-    """The fewer bits a byte takes, the better."""
+    """The fewer bits per byte, the better."""
 
     name = "next-byte"
     better = "bits"

@@ -42,7 +42,7 @@ def test_it_is_trained_evaluated_saved_and_loaded(tmp_path, capsys):
     train(tmp_path, "--name", "run", "--anytime-loss", "0.25")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     first, *_, last = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert last["train_bits"] < first["train_bits"] < 8.5  # before it learns, 8 bits a byte
+    assert last["train_bits"] < first["train_bits"] < 8.5  # before it learns, 8 bits per byte
     assert summary["best_validation"] == min(first["validation_bits"], last["validation_bits"])  # less is better
 
     model = raytraced.load(tmp_path / "run")

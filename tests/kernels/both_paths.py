@@ -1,6 +1,6 @@
 """Runs the plain and the fused sequence side by side, and finds the draws that rounding may decide either way.
 
-Axes: B batch, L layers, N experts a layer, K candidates (the nodes, then the output node), T steps.
+Axes: B batch, L layers, N experts per layer, K candidates (the nodes, then the output node), T steps.
 """
 
 import copy

@@ -56,7 +56,7 @@ def assert_same(this, that, atol=1e-11):
     assert torch.equal(this.num_exits, that.num_exits)
     assert torch.equal(route.active, expected.active)
     assert torch.equal(route.num_active, expected.num_active)
-    if expected.nodes is None:  # no row went on
+    if expected.nodes is None:  # no row continued
         assert bool((route.nodes == -1).all())
     else:
         assert torch.equal(route.nodes, expected.nodes)
@@ -148,7 +148,7 @@ def test_a_changed_output_layer_is_seen():
 
 
 class Own(nn.Linear):
-    """An output layer that somebody wrote."""
+    """A custom output layer."""
 
     def forward(self, x):
         return 2 * super().forward(x)

@@ -1,6 +1,6 @@
 """The experts' kernel gives what dense, masked experts give: values, gradients, at any size, on any number of threads.
 
-Axes: B batch, L layers, N experts a layer, D width.
+Axes: B batch, L layers, N experts per layer, D width.
 """
 
 import ctypes
@@ -184,7 +184,7 @@ def test_inputs_need_not_be_contiguous():
     assert_identical(fused(strided), expected)
 
 
-def test_an_expert_nobody_chose_gets_zeros():
+def test_an_expert_that_no_row_chose_gets_zeros():
     case = make_case(200, 2, 3, 6, 9, 1)
     case.active[:, 1, 2] = 0
     grads = dict(zip(["out", "hidden", "weights", *dict(case.experts.named_parameters())], fused(case), strict=True))

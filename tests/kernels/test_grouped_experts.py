@@ -61,7 +61,7 @@ def test_outputs_and_gradients_are_those_of_the_plain_definition(stream, exits):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 1.0])
-def test_nobody_few_and_everybody_may_run(share):
+def test_no_expert_few_experts_and_all_experts_may_run(share):
     assert_agrees(make(share=share), Stream.RESIDUAL)
 
 

@@ -130,7 +130,7 @@ def test_what_it_cannot_do_the_parts_do():
     assert chosen(layer, hidden) == ("cpp", "the first choice")
     with torch.no_grad():
         assert chosen(layer, vectors(80, layer)).name == "steps"
-    for force in ({"experts": "dense"}, {"sequence": "plain"}):  # whoever asks for a part gets it
+    for force in ({"experts": "dense"}, {"sequence": "plain"}):  # a forced part is the one that runs
         with kernels.use(**force):
             assert chosen(layer, hidden).name == "steps"
     with torch.autocast("cpu", torch.bfloat16):

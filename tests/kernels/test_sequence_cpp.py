@@ -227,7 +227,7 @@ def test_large_grids_of_which_few_nodes_are_active_agree(estimator, select):
     assert_agree(make_case(6, 9, 70, **options))
 
 
-def test_gates_that_nobody_used_get_zeros():
+def test_gates_that_no_row_used_get_zeros():
     routing, entry_BN, options = make_case(5, 8, 40, estimator="none", select="greedy", max_experts=1)
     compiled(routing, entry_BN, **options).rates.nodes.sum().backward()
     assert bool(routing.gate_first.grad.any())

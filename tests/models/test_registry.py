@@ -33,7 +33,7 @@ PARAMETERS = {
     "aux-free": 39_386,  # the bias is not learnt
     "top-any": BASE + 4 * (8 * 16 + 8),  # directions and thresholds
     "null-experts": BASE + 4 * (16 * 16 + 16),  # gates over 8 experts and 8 null ones
-    "chain": BASE + 4 * 2 * 136,  # two rounds a layer
+    "chain": BASE + 4 * 2 * 136,  # two rounds per layer
     "multi-exit": 785 * 36 + 8 * 37 * 36 + 9 * 370,
 }
 

@@ -52,7 +52,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(served, kind):
 
 
 def test_only_rows_that_asked_for_all_exits_state_their_path(served):
-    """Issue: an answer gained `nodes` and `rates` when somebody's stream was in its batch."""
+    """Issue: an answer gained `nodes` and `rates` when another client's stream was in its batch."""
     images = some_images(served.image_shape, 2)
     (alone,) = ask(served, images, [0], confidence=0.6)[0]
     rules = [{"confidence": 0.6}, {"all_exits": True}]

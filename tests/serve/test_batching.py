@@ -142,7 +142,7 @@ def test_a_request_that_would_be_late_is_refused_before_its_fields_are_checked(m
     assert scope["json"] == {"max_ms": 1000, "image": []}  # parsed once
     for body in (b'{"image": []}', b'{"max_ms": 100', b'["max_ms"]', b'{"max_ms": "1"}', b'{"max_ms": true}',
                  b'{"max_ms": -1}', b'{"max_ms": NaN}', b'{"max_ms": null}', b'["max_ms", ' + b"[" * 50_000):  # fmt: skip
-        engine.check_body(scope, body)  # whoever checks the fields refuses these
+        engine.check_body(scope, body)  # the check of the fields refuses these
 
 
 def test_a_deadline_counts_from_when_the_loop_last_read_the_clock():

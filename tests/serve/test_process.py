@@ -75,7 +75,7 @@ def a_long_text(address: str) -> Iterator[None]:
 
 
 def test_a_second_ctrl_c_ends_it_at_once_in_one_line_and_its_decoders_with_it(files):
-    """Whoever reads a server's stdout to its end waits for no other process."""
+    """A program that reads a server's stdout to its end waits for no other process."""
     with ServerProcess(str(files / "gpt-mre.safetensors")) as server:
         with a_long_text(server.address):
             decoders = psutil.Process(server.process.pid).children()

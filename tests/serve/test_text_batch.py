@@ -59,7 +59,7 @@ def alone(served, query: Query) -> list[object]:
     return answers
 
 
-def test_a_text_is_the_same_bit_for_bit_whoever_else_is_in_the_batch(served):
+def test_a_text_is_the_same_bit_for_bit_whatever_else_is_in_the_batch(served):
     assert served.num_texts == FEW_ROWS
     arrivals = {step: [a_query(served, 10 * step + number) for number in range(step % 4)] for step in range(14)}
     metrics = Metrics()

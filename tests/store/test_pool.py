@@ -188,7 +188,7 @@ def test_what_a_closed_plan_needed_may_leave(file):
     pool.close()
 
 
-def test_a_plan_that_nobody_follows_does_not_block_others(file):
+def test_a_plan_that_no_caller_follows_does_not_block_others(file):
     pool, _ = open_pool(file, 1)
     abandoned = pool.expect([0, 1, 2])
     use_all(pool, [5, 6, 0])

@@ -1,4 +1,4 @@
-"""Sparse experts on a GPU: a layer's pairs (row, expert) sorted by expert on the device, one grouped product a linear layer.
+"""Sparse experts on a GPU: a layer's pairs (row, expert) sorted by expert on the device, one grouped product per linear layer.
 
 Nothing is asked of the device, so that work can be queued ahead and captured: a layer has places for all of its B·N pairs,
 those of active experts first, and the products stop where these end. What lies beyond is never read. A pair has one place and

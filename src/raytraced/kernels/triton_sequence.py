@@ -38,7 +38,7 @@ class Launch(NamedTuple):
 
 
 def launch(num_layers: int, num_experts: int) -> Launch:
-    """Blocks whose gates of one layer (R, P, P) are 8 numbers a thread at most: more would spill (see docs/guides/gpu.md)."""
+    """Blocks whose gates of one layer (R, P, P) are 8 numbers per thread at most: more would spill (see docs/guides/gpu.md)."""
     Q, P = (1 << (size - 1).bit_length() for size in (num_layers, num_experts))
     R = min(16, max(1, 1024 // P**2))
     return Launch(num_layers, num_experts, Q, P, R, num_warps=max(2, R * P * P // 256))

@@ -76,7 +76,7 @@ class InputBlock(nn.Module):
         return self.linear(pixels.flatten(1))
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Images as they are -> what the first layer sees."""
+        """Images as they are -> the input of the first layer."""
         if images.shape[1:] != self.image_shape:
             raise ValueError(
                 f"images have shape {tuple(images.shape)}: must be (batch, {', '.join(map(str, self.image_shape))})"

@@ -35,7 +35,7 @@ class MultiExit(MLPLayers):
     ) -> None:
         require(0 <= confidence <= 1, "confidence", confidence, "must lie in 0 … 1, it is a probability")
         require(
-            stream in ("last", "residual"), "stream", repr(stream), "must be last or residual: an exit sees one layer"
+            stream in ("last", "residual"), "stream", repr(stream), "must be last or residual: an exit reads one layer"
         )
         super().__init__(dim, num_layers, stream=stream)
         self.confidence = confidence

@@ -1,4 +1,4 @@
-"""seq-top-k: k experts per vector on the mean, more where gates are sure, fewer elsewhere (SeqTopK, Wen et al. 2025).
+"""seq-top-k: k experts per vector on average, more where gate probabilities are concentrated (SeqTopK, Wen et al. 2025).
 
 The reference takes the T·k largest scores among the T tokens of a text, which later tokens can change; while a text is
 written, it compares with the scores of the tokens before. Here the choice is made among all vectors of a training batch, and

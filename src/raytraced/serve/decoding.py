@@ -25,7 +25,7 @@ from raytraced.serve.limits import Limits, RefusedError
 class DecoderProcess:
     """One process, and the connection to it.
 
-    It shares none of the server's standard streams: whoever reads those to their end must wait for the server alone.
+    It shares none of the server's standard streams: the reader of those waits for the server alone.
 
     Args:
         seconds: The most seconds that it spends on a message, whatever becomes of the server.

@@ -64,7 +64,7 @@ class Engine:
             return
         try:
             fields = json.loads(body)
-        except (ValueError, RecursionError):  # refused by whoever checks the fields
+        except (ValueError, RecursionError):  # refused by the caller, which checks the fields
             return
         scope["json"] = fields
         max_ms = fields.get("max_ms") if isinstance(fields, dict) else None

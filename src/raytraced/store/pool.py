@@ -311,7 +311,7 @@ class _Pool:
         self.free.append(slot)
         if expert in self.waited:
             self.failed[expert] = error
-        for plan in self.plans:  # whoever needs it will ask for it, and is then given the error
+        for plan in self.plans:  # the caller that needs it asks for it, and then gets the error
             if plan.next < len(plan.order) and plan.order[plan.next] == expert:
                 plan.next += 1
 
@@ -352,7 +352,7 @@ class ExpertPool:
         self.file, self.reader = file, reader
         self.num_slots = min(memory // least, len(file.runs))
         self._pool = _Pool(reader, self.num_slots, num_threads, belady)
-        # The reading threads hold the state, not this object: they end when nobody can ask for an expert any more.
+        # The reading threads hold the state, not this object: they end when no caller can ask for an expert any more.
         self._finalizer = weakref.finalize(self, self._pool.close)
 
     @property

@@ -56,7 +56,7 @@ def test_all_searches_have_as_many_runs_and_serve_both_texts():
     found = Results(search_record(run, best_at_the_edge[run.config.lr]) for run in runs)
     rates, grids = read_searches(found, TEXT)
     assert rates == {"enwik8": dict.fromkeys(searched, BYTES.grid[0])}
-    assert set(grids.values()) == {BYTES.grid}  # nobody gets a fourth run
+    assert set(grids.values()) == {BYTES.grid}  # no model gets a fourth run
 
 
 def search_record(run, score):

@@ -214,7 +214,7 @@ template <typename T> static inline void bias_gradient(const T* gy, i64 O, i64 n
   }
 }
 
-// gx[row, k] (+)= sum over o of gy[o, row] w[o, k] for up to R rows and C vectors of inputs; w packed to C vectors a row.
+// gx[row, k] (+)= sum over o of gy[o, row] w[o, k] for up to R rows and C vectors of inputs; w packed to C vectors per row.
 template <typename T, int R, int C>
 static inline void tile_input(const T* gy, i64 width, i64 O, i64 valid, const T* w, T* gx, i64 stride, bool add) {
   constexpr int V = lanes<T>;
