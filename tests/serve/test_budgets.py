@@ -111,8 +111,14 @@ def test_every_path_takes_budgets(address, served):
     assert client.infer("digits", [given]).as_numpy("effort") is None
 
 
-def test_texts_are_generated_with_their_budget_beside_others(address, served):
-    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
+@pytest.fixture
+def openai_client(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_texts_are_generated_with_their_budget_beside_others(address, served, openai_client):
+    ask = openai_client.completions.create
     model = served["text"].model
     prompt = torch.tensor([list(b"Once")])
 
@@ -120,14 +126,31 @@ def test_texts_are_generated_with_their_budget_beside_others(address, served):
         drawn = list(model.generate(prompt, 12, temperature=0, stop=stop))
         return [int(one.tokens) for one in drawn], sum(int(one.num_experts) for one in drawn)
 
-    for effort, stop in ((0.5, 1.0), (1, 0.0625)):
+    for fields, effort, stop in (
+        ({"effort": 0.5}, 0.5, 1.0),
+        ({"effort": 1}, 1, 0.0625),
+        ({"effort": [0.5, 0.75]}, 0.75, 0.25),
+        ({"experts": 2}, 0.5, 1.0),
+        ({"experts": 4}, 0.75, 0.25),
+    ):
         options = {"model": "text", "prompt": ["Once"] * 3, "max_tokens": 12, "temperature": 0, "logprobs": 0}
-        choices = client.completions.create(**options, extra_body={"effort": effort}).choices
+        choices = ask(**options, extra_body=fields).choices
         tokens, experts = expected(stop)
+        texts = [bytes([one]).decode(errors="replace") for one in tokens]
         for choice in choices:
             assert (choice.effort, choice.experts) == (effort, experts)
-            assert choice.logprobs.tokens == [bytes([one]).decode(errors="replace") for one in tokens]
-    assert expected(1.0)[1] < expected(0.0625)[1]
+            assert choice.logprobs.tokens == texts
+        chunks = list(ask(**options, extra_body=fields, stream=True))
+        last = {chunk.choices[0].index: chunk.choices[0] for chunk in chunks}
+        assert [(one.effort, one.experts) for one in last.values()] == [(effort, experts)] * 3
+    assert expected(1.0)[1] < expected(0.25)[1] < expected(0.0625)[1]
+    for fields, words in (
+        ({"experts": 9}, "experts=9: text runs at least 2 experts"),
+        ({"effort": [0.1, 1]}, "effort=0.1: text runs at least 0.5"),
+        ({"effort": 1, "experts": 4}, "experts=4.0: give either experts or effort"),
+    ):
+        with pytest.raises(openai.UnprocessableEntityError, match=words):
+            ask(model="text", prompt="Once", extra_body=fields)
     body = {"model": "text", "text": "Once", "length": 3, "effort": 0.5}
     *others, last = httpx.post(f"{address}/api/generate", json=body).text.strip().split("\n\n")
     assert '"effort": 0.5' in last

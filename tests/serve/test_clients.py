@@ -14,8 +14,10 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 import raytraced
+from raytraced.cli.main import main
+from raytraced.serve.app import Server
 from raytraced.serve.generation import TextBuffer
-from serve.conftest import some_images
+from serve.conftest import running, some_images
 
 IMAGES = some_images((1, 28, 28), 5).numpy()
 
@@ -218,19 +220,60 @@ def test_mistakes_are_the_client_s_own_errors(openai_client):
         ask(model="mre-mnist", prompt="a")
 
 
-def test_a_whole_completion_stops_when_its_client_goes(address, server):
-    def num_finished() -> list[str]:
-        lines = httpx.get(f"{address}/metrics").text.splitlines()
-        return [line for line in lines if line.startswith('raytraced_answers_total{model="gpt-mre",stop="length"}')]
+def num_finished(address: str) -> list[str]:
+    """The counts of texts that were generated in full."""
+    lines = httpx.get(f"{address}/metrics").text.splitlines()
+    return [line for line in lines if line.startswith("raytraced_answers_total") and 'stop="length"' in line]
 
-    before = num_finished()
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{address}/v1/completions", json={"prompt": "Once", "max_tokens": 4096}, timeout=0.2)
+
+def wait_until_idle(server: Server) -> None:
     until = time.monotonic() + 30
-    while server.traffic.in_progress or server.engine.worker.running:
+    while server.traffic.in_progress or any(batch.texts for batch in server.engine.worker.texts.values()):
         assert time.monotonic() < until
         time.sleep(0.001)
-    assert num_finished() == before
+
+
+def test_a_whole_completion_stops_when_its_client_goes(address, server):
+    wait_until_idle(server)
+    before = num_finished(address)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{address}/v1/completions", json={"prompt": "Once", "max_tokens": 4096}, timeout=0.2)
+    wait_until_idle(server)
+    assert num_finished(address) == before
+
+
+@pytest.mark.parametrize("model", ["gpt-mre", "gpt-top-k"])
+def test_a_stream_that_is_closed_stops_its_work(openai_client, address, server, model):
+    wait_until_idle(server)
+    before = num_finished(address)
+    options = {"model": model, "prompt": ["Once", "upon"], "max_tokens": 4096, "n": 2}
+    stream = openai_client.completions.create(**options, stream=True)
+    for _ in range(9):
+        next(stream)
+    assert len(server.engine.worker.texts[model].texts) == 4
+    stream.close()
+    wait_until_idle(server)
+    assert num_finished(address) == before
+
+
+def test_a_key_in_a_file_is_the_client_s_api_key(files, tmp_path, monkeypatch):
+    (tmp_path / "key").write_text("open-sesame\n")
+    servers = []
+    monkeypatch.setattr("raytraced.cli.serve.run", lambda _, server, __: servers.append(server))
+    assert (
+        main(["serve", str(files / "gpt-mre.safetensors"), "--api-key-file", str(tmp_path / "key"), "--port", "0"]) == 0
+    )
+    for address in running(servers[0]):
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="open-sesame", max_retries=0) as client:
+            assert [model.id for model in client.models.list()] == ["gpt-mre"]
+            options = {"model": "gpt-mre", "prompt": "Once", "max_tokens": 3, "seed": 1}
+            whole = client.completions.create(**options).choices[0].text
+            assert (
+                "".join(chunk.choices[0].text for chunk in client.completions.create(**options, stream=True)) == whole
+            )
+            for bad in ("open-sesam", "none"):
+                with pytest.raises(openai.AuthenticationError, match="must be Bearer and the server's API key"):
+                    client.with_options(api_key=bad).completions.create(**options)
 
 
 # Open Inference Protocol

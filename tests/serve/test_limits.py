@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import httpx
 import numpy as np
+import openai
 import pytest
 from uvicorn.server import ServerState
 
@@ -59,11 +60,12 @@ def refusal(response: httpx.Response) -> tuple[int, str]:
 
 @pytest.fixture
 def start(models):
-    """A function that starts a server of the shipped digits with some limits."""
+    """A function that starts a server of the shipped digits, or of another model, with some limits."""
     with ExitStack() as stack:
 
-        def start(**limits) -> tuple[Server, str]:
-            server = Server(models[:1], Limits(**{"decoders": 1} | limits))
+        def start(name: str = "mre-digits", **limits) -> tuple[Server, str]:
+            served = [one for one in models if one.name == name]
+            server = Server(served, Limits(**{"decoders": 1} | limits))
             run = running(server)
             address = next(run)
             wait_until(lambda: httpx.get(f"{address}/readyz").status_code == 200)
@@ -400,6 +402,30 @@ def test_a_stream_whose_client_does_not_read_delays_no_other(models):
     assert b'"stop": "length"' in text
     assert b'"stop": "end"' in answer
     assert slow_text == text
+
+
+def test_a_socket_that_stops_reading_a_completion_delays_no_other_text(start):
+    """Its socket and buffers are full; another client's text is complete before its deadline."""
+    server, address = start("gpt-mre")
+    host, _, port = address.removeprefix("http://").partition(":")
+    body = json.dumps({"prompt": ["Once"] * 8, "max_tokens": 4096, "logprobs": 20, "stream": True})
+    head = HEAD.replace("/api/predict", "/v1/completions").replace("9", str(len(body)))
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client, socket.socket() as slow:
+        options = {"model": "gpt-mre", "prompt": "Once", "max_tokens": 40, "seed": 1}
+        alone = client.completions.create(**options).choices[0]
+        known = set(server.connections.open)
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((host, int(port)))
+        slow.sendall((head + body).encode())
+        wait_until(lambda: len(server.connections.open) > len(known))
+        (connection,) = set(server.connections.open) - known
+        wait_until(lambda: connection.transport.get_write_buffer_size() > 0)
+        found = client.completions.create(**options, extra_body={"max_ms": 15_000}).choices[0]
+        assert (found.text, found.stop) == (alone.text, "length")
+        assert connection.transport.get_write_buffer_size() > 0
+        wait_until(lambda: server.traffic.in_progress == 1)
+    wait_until(lambda: not server.traffic.in_progress)
+    wait_until(lambda: not any(batch.texts for batch in server.engine.worker.texts.values()))
 
 
 def test_what_is_not_http_is_refused_in_json(start):
