@@ -12,9 +12,12 @@ import torch
 import raytraced
 from raytraced import kernels
 from raytraced.cli.main import main
+from raytraced.early_exit import ExitPolicy
 from raytraced.experts import MLPExperts, Stream
 from raytraced.files import DamagedFileError
 from raytraced.models.output import num_parameters
+from raytraced.router import Call
+from raytraced.routers.raytraced import RaytracedExperts
 from raytraced.store.experts import StoredExperts, expert_numbers
 from raytraced.store.layout import GridShape, open_store, write_store
 from raytraced.store.pool import ExpertPool
@@ -145,7 +148,7 @@ def model(request, tmp_path):
 
 def inputs_of(model, rows):
     if model.name.startswith("gpt"):
-        return torch.randint(0, 256, (rows, 9))
+        return torch.randint(0, 256, (rows, 9 if rows < 10 else 2))
     return torch.randint(0, 256, (rows, 1, 8, 8), dtype=torch.uint8)
 
 
@@ -154,26 +157,124 @@ def pool_of(model):
     return pool
 
 
+@pytest.fixture(params=[1, 2])
+def num_threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def assert_same_bits(out, expected):
+    assert torch.equal(out.logits, expected.logits)
+    for route, other in zip(out.routes, expected.routes, strict=True):
+        assert torch.equal(route.active, other.active)
+        assert (route.rates is None) == (other.rates is None)
+        assert route.rates is None or torch.equal(route.rates.nodes, other.rates.nodes)
+    if expected.num_exits is not None:
+        assert torch.equal(out.num_exits, expected.num_exits)
+
+
 @pytest.mark.skipif(not kernels.available(), reason="the compiled kernels are not built")
-def test_a_model_in_a_store_gives_the_same_bits_at_every_limit(model):
+@pytest.mark.parametrize("direct", [False, None])
+def test_a_model_in_a_store_gives_the_same_bits_at_every_limit(model, num_threads, direct):
     whole, path = model
     size = open_store(path).run_bytes
+    batches = [inputs_of(whole, rows) for rows in (1, 7, 65, 300)]
+    with torch.no_grad():
+        expected = [whole(inputs) for inputs in batches]
     for memory in (size, 3 * size, None):
-        loaded = raytraced.load(path, memory=memory)
-        for rows in (1, 7):
-            inputs = inputs_of(whole, rows)
-            # One call for routing and small experts together rounds the entry gate in another way: see docs/guides/store.md.
-            with torch.no_grad(), kernels.use(raytrace="steps"):
-                expected = whole(inputs)
-            out = loaded(inputs)
-            assert torch.equal(out.logits, expected.logits)
-            assert torch.equal(out.num_experts, expected.num_experts)
-            assert not out.logits.requires_grad
-            parts = whole.cost(inputs, expected)
-            for name, cost in loaded.cost(inputs, out).items():
-                assert torch.equal(torch.as_tensor(cost.macs), torch.as_tensor(parts[name].macs))
-                assert torch.equal(torch.as_tensor(cost.parameters), torch.as_tensor(parts[name].parameters))
+        loaded = raytraced.load(path, memory=memory, direct=direct)
+        for inputs, wanted in zip(batches, expected, strict=True):
+            with torch.no_grad():
+                assert_same_bits(loaded(inputs), wanted)
         pool_of(loaded).close()
+
+
+@pytest.mark.skipif(not kernels.available(), reason="the compiled kernels are not built")
+def test_an_answer_from_a_store_has_no_gradient_and_the_same_cost(model):
+    whole, path = model
+    loaded, inputs = raytraced.load(path, memory=open_store(path).run_bytes), inputs_of(whole, 7)
+    expected, out = whole(inputs), loaded(inputs)
+    assert_same_bits(out, expected)
+    assert not out.logits.requires_grad
+    parts = whole.cost(inputs, expected)
+    for name, cost in loaded.cost(inputs, out).items():
+        assert torch.equal(torch.as_tensor(cost.macs), torch.as_tensor(parts[name].macs))
+        assert torch.equal(torch.as_tensor(cost.parameters), torch.as_tensor(parts[name].parameters))
+    pool_of(loaded).close()
+
+
+SHIPPED = ("mre-mnist", "mre-digits", "mre-cifar10", "mre-fashion-mnist", "mre-paper-fashion-mnist")
+
+
+@pytest.mark.skipif(not kernels.available(), reason="the compiled kernels are not built")
+@pytest.mark.parametrize("name", SHIPPED)
+@torch.no_grad()
+def test_a_shipped_image_model_gives_the_same_bits_from_a_store(tmp_path, name):
+    whole = raytraced.load(name)
+    raytraced.save(whole, tmp_path / "store.safetensors", store=True)
+    loaded = raytraced.load(
+        tmp_path / "store.safetensors", memory=3 * open_store(tmp_path / "store.safetensors").run_bytes
+    )
+    layer, router = loaded.layer, loaded.layer.router
+    for rows in (1, 64, 65):
+        images = torch.randint(0, 256, (rows, *whole.input_block.image_shape), dtype=torch.uint8)
+        fused = kernels.raytrace.explain(layer.kernel_args(router), loaded.encode(images)).name
+        assert fused == ("stored" if rows <= 64 else "steps")
+        stop = torch.linspace(0.1, 1, rows)
+        for options in ({}, {"max_experts": 3}, {"stop": stop}, {"exits": True}, {"select": "sample"}):
+            answers = []
+            for model in (loaded, whole):
+                generator = torch.Generator().manual_seed(1)
+                answers.append(model(images, **options, generator=generator))
+            assert_same_bits(*answers)
+        for options in ({}, {"stop": stop}, {"max_experts": 2}, {"mask": torch.arange(rows) % 3 > 0}):
+            for confidence in (0, 0.9, [0.5, 0.99], 1):
+                assert_same_bits(
+                    loaded(images, confidence=confidence, **options), whole(images, confidence=confidence, **options)
+                )
+    assert pool_of(loaded).stats.num_wasted == 0
+    pool_of(loaded).close()
+
+
+LAYERS = (
+    {"weighting": "unit", "estimator": "reinmax", "stop": 0.2},
+    {"weighting": "relative", "input_rank": 3, "input_init_std": 0.5, "weight_scale": 1.5},
+    {"weighting": "rates", "num_layers": 1},
+    {"weighting": "rates-to-one", "num_experts": 9, "stop": "dominant"},
+)
+
+
+@pytest.mark.skipif(not kernels.available(), reason="the compiled kernels are not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
+@pytest.mark.parametrize("stream", ["residual", "skip-sum", "last"])
+@pytest.mark.parametrize("options", LAYERS, ids=lambda options: options["weighting"])
+def test_a_layer_in_a_store_is_rounded_as_the_compiled_calls_round(tmp_path, dtype, stream, options):
+    sizes = {"num_layers": L, "num_experts": N} | options
+    layer = RaytracedExperts(D, stream=stream, hidden=13, gate_init="normal", **sizes).to(dtype).eval()
+    grid, head = layer.experts, torch.nn.Linear(D, 4).to(dtype)
+    other = copy.deepcopy(layer)
+    other.experts = stored(store_of(grid, tmp_path / "store"), grid, 2)
+    other.requires_grad_(False)
+    for rows, is_training in ((1, False), (40, False), (80, True)):
+        hidden = torch.randn(rows, D, dtype=dtype)
+        with torch.set_grad_enabled(is_training):  # with gradients, one call for any number of rows
+            assert kernels.raytrace.explain(other.kernel_args(other.router), hidden).name == "stored"
+            for call in ({}, {"max_experts": 2}, {"exits": True}, {"stop": torch.rand(rows)}):
+                out, expected = other(hidden, **call), layer(hidden, **call)
+                assert torch.equal(out.hidden, expected.hidden)
+                assert torch.equal(out.route.rates.nodes, expected.route.rates.nodes)
+                assert out.exits is None or torch.equal(out.exits, expected.exits)
+    for thresholds in (0.3, 0.5, [0, 1], 1):
+        policy, call = ExitPolicy(thresholds), Call(stop=torch.rand(80))
+        with torch.no_grad():
+            out, expected = (each.fused_early_exit(hidden, call, head, policy, None) for each in (other, layer))
+        for name in ("logits", "num_exits"):
+            assert torch.equal(getattr(out, name), getattr(expected, name))
+        for name in ("active", "nodes", "num_active"):
+            assert torch.equal(getattr(out.route, name), getattr(expected.route, name))
+    other.experts.pool.close()
 
 
 @pytest.mark.skipif(not kernels.available(), reason="the compiled kernels are not built")
@@ -182,8 +283,7 @@ def test_threads_that_share_a_model_get_the_same_bits(tmp_path):
     raytraced.save(whole, tmp_path / "store.safetensors", store=True)
     loaded = raytraced.load(tmp_path / "store.safetensors", memory=3 * 4096)
     inputs = [inputs_of(whole, 5) for _ in range(4)]
-    with torch.no_grad(), kernels.use(raytrace="steps"):
-        expected = [whole(each).logits for each in inputs]
+    expected = [whole(each).logits for each in inputs]
     equal = [False] * 4
 
     def call(number):

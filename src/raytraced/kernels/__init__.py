@@ -32,6 +32,7 @@ from raytraced.kernels import (
     grouped_experts,
     sharded_experts,
     stored_experts,
+    stored_raytrace,
     triton_sequence,
 )
 from raytraced.kernels.cpp_early_exit import EarlyExitResult as EarlyExitResult
@@ -143,6 +144,13 @@ raytrace = Operation(
         unsupported_reason=cpp_raytrace.unsupported_reason,
         slower_reason=cpp_raytrace.slower_reason,
     ),
+    # the same for experts in a store, where those in memory would run in one call: rounded as there
+    Implementation(
+        "stored",
+        stored_raytrace.run,
+        unsupported_reason=stored_raytrace.unsupported_reason,
+        slower_reason=cpp_raytrace.slower_reason,
+    ),
     # the entry gate, `sequence`, the weighting, `experts`, each by its own choice
     Implementation("steps", raytrace_in_steps, "steps"),
 )
@@ -162,6 +170,13 @@ early_exit: Operation[Any, EarlyExitResult | None] = Operation(
         "cpp",
         cpp_early_exit.run,
         unsupported_reason=cpp_early_exit.unsupported_reason,
+        slower_reason=cpp_early_exit.slower_reason,
+    ),
+    # the same for experts in a store, layer by layer: rounded as there
+    Implementation(
+        "stored",
+        stored_raytrace.run_early_exit,
+        unsupported_reason=stored_raytrace.early_exit_unsupported_reason,
         slower_reason=cpp_early_exit.slower_reason,
     ),
     Implementation("steps", no_fused_early_exit, "steps"),

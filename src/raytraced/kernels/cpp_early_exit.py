@@ -65,10 +65,10 @@ def unsupported_reason(
         return "gradients may be needed"
     if mask_B is not None and not mask_B.is_cpu:
         return "a mask that is not on the CPU"
-    return _unsupported_head(head, hidden_BD) or cpp_raytrace.unsupported_reason(layer, hidden_BD)
+    return unsupported_head(head, hidden_BD) or cpp_raytrace.unsupported_reason(layer, hidden_BD)
 
 
-def _unsupported_head(head: nn.Module, hidden_BD: Tensor) -> str | None:
+def unsupported_head(head: nn.Module, hidden_BD: Tensor) -> str | None:
     """Why the library cannot stand for an output layer, None if it can."""
     if not isinstance(head, nn.Linear) or not library.is_unchanged(head, nn.Linear, "forward", "__call__"):
         return "a custom output layer"

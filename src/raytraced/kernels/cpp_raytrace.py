@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from raytraced.experts import Experts, MLPExperts, Stream
+from raytraced.experts import Experts, MLPExperts, ModuleExperts, Stream
 from raytraced.kernels import cpp_experts, cpp_sequence
 from raytraced.kernels import cpp_library as library
 from raytraced.kernels.cpp_function import first_derivatives
@@ -36,6 +36,7 @@ from raytraced.sequence import (
     relative_weights,
     unit_weights,
 )
+from raytraced.store.experts import StoredExperts
 
 _MOST_ROWS = 64  # without gradients: beyond, the calls of the separate parts matter little, and they use all threads
 _MOST_WIDTHS = 18  # MOST_WIDTHS of cpu/raytrace.h
@@ -60,7 +61,7 @@ class LayerParameters(NamedTuple):
 
     # the maps of KernelArgs; gates; of each linear layer of the experts the weights, the biases
     tensors: tuple[Tensor, ...]
-    num_linears: int
+    num_linears: int  # 0 where the experts are in a store
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
@@ -73,7 +74,7 @@ class KernelArgs:
     """What a raytraced layer is made of."""
 
     routing: RoutingNetwork
-    grid: Experts
+    grid: Experts | StoredExperts
     # of the hidden vector: the entry gate's (N, D) and (N,); if gates depend on it, (R, D) and (L−1, N, O, R)
     maps: tuple[Tensor, ...]
     weighting: str
@@ -83,10 +84,10 @@ class KernelArgs:
 
     @property
     def parameters(self) -> LayerParameters:
-        """All parameters, where the grid is one of MLPs; gathered once, when they are first asked for."""
+        """All parameters in memory, where the grid is one of MLPs; gathered once, when they are first asked for."""
         if self._parameters is None:
-            assert isinstance(self.grid, MLPExperts)
-            weights, biases = self.grid.stacks()
+            assert not isinstance(self.grid, ModuleExperts)
+            weights, biases = self.grid.stacks() if isinstance(self.grid, MLPExperts) else ([], [])
             self._parameters = LayerParameters((*self.maps, *self.routing.gates(), *weights, *biases), len(weights))
         return self._parameters
 
@@ -164,15 +165,23 @@ def slower_reason(layer: KernelArgs, hidden_BD: Tensor, **options: Any) -> str |
     return too_large(layer.grid) or forced_reason("sequence", "experts")
 
 
-def too_large(grid: Experts) -> str | None:
+def too_large(grid: Experts | StoredExperts) -> str | None:
     """Why experts are better run by themselves."""
-    if isinstance(grid, MLPExperts) and grid.num_weights > _MOST_WEIGHTS:
+    if not isinstance(grid, ModuleExperts) and grid.num_weights > _MOST_WEIGHTS:
         return f"experts of more than {_MOST_WEIGHTS:,} weights: the calls cost little beside them"
     return None
 
 
 def unsupported_reason(layer: KernelArgs, hidden_BD: Tensor, *, exits: bool = False, **options: Any) -> str | None:
     """Why the library cannot run this layer, None if it can."""
+    grid = layer.grid
+    if not isinstance(grid, MLPExperts) or not library.is_unchanged(grid, MLPExperts, *cpp_experts.GRID_METHODS):
+        return COMPILING if torch.compiler.is_compiling() else "custom experts"
+    return unsupported_parts(layer, hidden_BD, exits)
+
+
+def unsupported_parts(layer: KernelArgs, hidden_BD: Tensor, exits: bool) -> str | None:
+    """Why the library cannot run this layer around a grid of MLPs, None if it can."""
     if torch.compiler.is_compiling():
         return COMPILING
     if exits and (layer.stream is Stream.SKIP_SUM or not torch.is_grad_enabled()):
@@ -183,19 +192,18 @@ def unsupported_reason(layer: KernelArgs, hidden_BD: Tensor, *, exits: bool = Fa
         return "inside a transform of torch.func only operators may run"
     if WEIGHTINGS.get(layer.weighting) not in _WEIGHTINGS:
         return "a weighting that the library does not know"
-    grid = layer.grid
-    if not isinstance(grid, MLPExperts) or not library.is_unchanged(grid, MLPExperts, *cpp_experts.GRID_METHODS):
-        return "custom experts"
     if not library.is_unchanged(layer.routing, RoutingNetwork, *cpp_sequence.ROUTING_METHODS):
         return "a custom routing network"
     if hidden_BD.dtype not in library.PRECISIONS:
         return "hidden vectors in half precision"
     tensors, num_linears = layer.parameters
-    if num_linears >= _MOST_WIDTHS:
+    assert not isinstance(layer.grid, ModuleExperts)
+    if len(layer.grid.widths) > _MOST_WIDTHS:
         return "experts of many layers"
     rank = layer.maps[2].shape[0] if len(layer.maps) > 2 else 0
-    shapes = _parameter_shapes(layer.routing.num_layers, layer.routing.num_experts, rank, grid.widths)
-    if hidden_BD.shape[1] != grid.widths[0] or [tensor.shape for tensor in tensors] != shapes:
+    widths = layer.grid.widths[: num_linears + 1]
+    shapes = _parameter_shapes(layer.routing.num_layers, layer.routing.num_experts, rank, widths)
+    if hidden_BD.shape[1] != widths[0] or [tensor.shape for tensor in tensors] != shapes:
         return "a gate or experts of another width, or of another grid"
     tensors = hidden_BD, *tensors
     if library.are_ordinary(tensors, hidden_BD.dtype):  # Hot path at batch size 1: one question for all of them.
@@ -217,11 +225,11 @@ def _parameter_shapes(L: int, N: int, rank: int, widths: tuple[int, ...]) -> lis
 
 def describe_layer(layer: KernelArgs, parameters: LayerParameters, options: RaytraceOptions) -> RaytraceLayer:
     """A layer with these parameters, as the library reads it."""
-    assert isinstance(layer.grid, MLPExperts)
+    assert not isinstance(layer.grid, ModuleExperts)
     numbers = _layer_numbers(
         layer.routing.num_layers,
         layer.routing.num_experts,
-        layer.grid.widths,
+        layer.grid.widths[: parameters.num_linears + 1],
         layer.maps[2].shape[0] if len(layer.maps) > 2 else 0,
         parameters.tensors[0].dtype is torch.float64,
         layer.stream,
@@ -272,11 +280,13 @@ def _layer_numbers(
     )
 
 
-def _answer_pointers(answer: Tensor) -> tuple[int, int | None, int | None]:
+def _answer_pointers(answer: Tensor | None) -> tuple[int | None, int | None, int | None]:
     """Where the last vectors are, those after each layer before, and the first input; the latter two with exits.
 
-    The answer is (B, D), or with exits (L + 1, B, D).
+    The answer is (B, D), or with exits (L + 1, B, D); None where experts run elsewhere.
     """
+    if answer is None:
+        return None, None, None
     first = answer.data_ptr()
     if answer.ndim == 2:
         return first, None, None
@@ -284,8 +294,12 @@ def _answer_pointers(answer: Tensor) -> tuple[int, int | None, int | None]:
     return first + (len(answer) - 1) * exit_bytes, first + exit_bytes, first
 
 
-def _make_call(
-    options: RaytraceOptions, hidden_BD: Tensor, route: RouteTensors, answer: Tensor, weights: Sequence[Tensor] | None
+def make_call(
+    options: RaytraceOptions,
+    hidden_BD: Tensor,
+    route: RouteTensors,
+    answer: Tensor | None,
+    weights: Sequence[Tensor] | None,
 ) -> RaytraceCall:
     """The part of the call that both passes share; without the experts' weights, one thread runs all rows in one chunk."""
     B = chunk = hidden_BD.shape[0]
@@ -323,10 +337,10 @@ def _run_forward(layer: KernelArgs, options: RaytraceOptions, hidden_BD: Tensor,
     answer = hidden_BD.new_empty((L + 1, B, D) if options.exits else (B, D))
     described = describe_layer(layer, layer.parameters, options)
     if not keep and 1 <= B <= _MOST_ROWS:
-        if _once(described, _make_call(options, hidden_BD, route, answer, None)):
+        if _once(described, make_call(options, hidden_BD, route, answer, None)):
             raise MemoryError(_NO_MEMORY)
         return _Result(answer, route, ())
-    call = _make_call(options, hidden_BD, route, answer, layer.parameters.weights)
+    call = make_call(options, hidden_BD, route, answer, layer.parameters.weights)
     memory = UINT8.new_empty(_bytes(described, call))
     call.memory = memory.data_ptr()
     num_bytes = _route(described, call)
@@ -360,7 +374,7 @@ def _run_backward(
         grad_active = torch.zeros_like(route.active) if grad_active is None else grad_active.clone()
     grad_hidden = hidden_BD.new_empty(hidden_BD.shape)
     gradients = [tensor.new_empty(tensor.shape) for tensor in parameters.tensors]
-    call = _make_call(options, hidden_BD, route, answer, parameters.weights)
+    call = make_call(options, hidden_BD, route, answer, parameters.weights)
     call.memory, call.pairs = memory.data_ptr(), pairs.data_ptr()
     call.gradients = (Pointer * len(gradients))(*map(Tensor.data_ptr, gradients))
     call.grad_out, call.grad_states, call.grad_start = _answer_pointers(grad_answer)

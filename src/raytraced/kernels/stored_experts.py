@@ -59,7 +59,7 @@ def _run_layers(
     outputs, x_BD = [], hidden_BD.detach().contiguous()
     active_BLN, weights_BLN = active_BLN.detach().to(x_BD.dtype), weights_BLN.detach().to(x_BD.dtype)
     for number, layer in enumerate(layers):
-        x_BD = _run_layer(layer, x_BD, active_BLN[:, number], weights_BLN[:, number], stream.within_layer)
+        x_BD = run_layer(layer, x_BD, active_BLN[:, number], weights_BLN[:, number], stream.within_layer)
         outputs.append(x_BD)
     if not exits:
         return stream.combine(outputs)
@@ -69,7 +69,7 @@ def _run_layers(
     return torch.cat((start_BD[None], above, stream.combine(outputs)[None]))
 
 
-def _run_layer(layer: StoredLayer, hidden_BD: Tensor, active_BN: Tensor, weights_BN: Tensor, stream: Stream) -> Tensor:
+def run_layer(layer: StoredLayer, hidden_BD: Tensor, active_BN: Tensor, weights_BN: Tensor, stream: Stream) -> Tensor:
     """One layer, its experts in the order in which they come into memory."""
     grid, (B, N), D = layer.experts, active_BN.shape, hidden_BD.shape[-1]
     J, is_double = len(grid.widths) - 1, hidden_BD.dtype == torch.float64

@@ -169,3 +169,15 @@ extern "C" int raytraced_early_exit(const raytraced::RaytraceLayer* layer, const
   parallel((call->batch + BLOCK - 1) / BLOCK, call->threads, Job::block, &job);
   return job.failed;
 }
+
+// One exit alone, for experts that run elsewhere: the logits of all rows of `hidden`, and which are confident enough (B).
+extern "C" int raytraced_early_exit_answers(const raytraced::RaytraceLayer* layer, const raytraced::EarlyExitCall* call,
+                                            long long exit, unsigned char* is_confident) {
+  using namespace raytraced;
+  const RaytraceArgs args(*layer);
+  const RaytraceKernel kernel = RAYTRACED_KERNEL(raytrace_kernel, (args));
+  const i64 dim = args.experts.dim(), row_bytes = dim * (args.sequence.is_double ? 8 : 4);
+  for (i64 row = 0; row < call->batch; ++row)
+    is_confident[row] = kernel.answer(*call, (const char*)call->hidden + row * row_bytes, dim, row, exit);
+  return 0;
+}

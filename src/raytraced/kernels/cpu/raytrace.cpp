@@ -109,14 +109,18 @@ struct Pass : RaytracePass {
     return one;
   }
 
-  bool route() {
-    const long long bytes = call.batch * args.experts.dim() * number();
-    if (call.start && args.experts.stream == RESIDUAL) std::memcpy(call.start, call.hidden, bytes);
-    else if (call.start) std::memset(call.start, 0, bytes);
+  bool find_paths() {
     share(enter);
     const SequenceArgs one = sequence();
     if (raytraced_sequence_forward(&one)) return false;
     share(weigh);
+    return true;
+  }
+  bool route() {
+    const long long bytes = call.batch * args.experts.dim() * number();
+    if (call.start && args.experts.stream == RESIDUAL) std::memcpy(call.start, call.hidden, bytes);
+    else if (call.start) std::memset(call.start, 0, bytes);
+    if (!find_paths()) return false;
     // From the sequences: most rows activate few nodes.
     const auto each_active = [this](long long row, auto found) {
       for (long long step = 0; step < call.num_active[row]; ++step) found(call.nodes[row * args.sequence.steps + step]);
@@ -175,6 +179,17 @@ extern "C" int raytraced_raytrace(const raytraced::RaytraceLayer* layer, const r
   if (!memory) return 1;
   pass.lay_out(memory), pass.lay_out_pairs(memory + first, most);
   return !pass.route() || pass.run(false);
+}
+
+// The first half alone, for experts that run elsewhere: what is activated, and the weights in the sum (B, L, N). Returns as above.
+extern "C" int raytraced_raytrace_paths(const raytraced::RaytraceLayer* layer, const raytraced::RaytraceCall* call, void* mix) {
+  using namespace raytraced;
+  const RaytraceArgs args(*layer);
+  Pass pass(args, *call);
+  void* memory = scratch(BETWEEN, pass.lay_out(nullptr));
+  if (!memory) return 1;
+  pass.lay_out(memory), pass.between.mix = mix;
+  return !pass.find_paths();
 }
 
 // The same with gradients, in memory that the caller keeps for the backward pass: `memory`, of so many bytes, and `pairs`.
