@@ -5,7 +5,6 @@ head, V vocabulary size, R width of what the router reads, L blocks, N experts p
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
@@ -18,24 +17,16 @@ from raytraced.errors import require, require_one_of
 from raytraced.layer import RoutedLayer
 from raytraced.models.attention import Attention, causal_mask
 from raytraced.models.caches import KVCache, TextCaches, multiply_apart
-from raytraced.models.drafting import Drafting, generate_drafted
 from raytraced.models.expert_pass import ExpertPass
+from raytraced.models.generation import GenerationOptions, generate_texts
 from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost, num_parameters
-from raytraced.models.paths import (
-    Paths,
-    PathTables,
-    choose_rows,
-    describe_paths,
-    reading_order,
-    within_bytes,
-)
-from raytraced.models.sampling import Drawn, draw_token
+from raytraced.models.paths import Paths, PathTables, choose_rows, describe_paths, within_bytes
+from raytraced.models.sampling import Drawn
+from raytraced.models.store_reading import byte_budgets, read_planned, time_limit
 from raytraced.router import Call, Choice, Cost
 from raytraced.rows import flat_stop
 from raytraced.sequence import StopPerRow
-from raytraced.store.budget import ByteBudget, TimeLimit
-from raytraced.store.experts import StoredExperts
-from raytraced.store.pool import ReadPlan
+from raytraced.store.budget import ByteBudget
 
 RoutingInput = Literal["block", "token", "embedding", "first-block"]
 
@@ -159,7 +150,7 @@ class GPT(Model):
         hold; `read_budgets`, one per text, know what the tokens before read. With `max_ms`, experts that have not arrived so
         many milliseconds after the call are left out; they are read in the order of rank.
         """
-        limit = None if max_ms is None else self.time_limit(max_ms)
+        limit = None if max_ms is None else time_limit(self, max_ms)
         rule = "must be False (exit_loss 0): a block's output is the next block's input, not an answer"
         require(not call.exits, "exits", call.exits, rule)
         self.check(encoded, mask, cache)
@@ -178,13 +169,13 @@ class GPT(Model):
         if self.path_follows_token:
             experts.plan = self.plan_tokens(experts.flat(encoded), experts.call)
         if max_bytes is not None:
-            read_budgets = read_budgets or self.byte_budgets(max_bytes, len(encoded))
+            read_budgets = read_budgets or byte_budgets(self, max_bytes, len(encoded))
             texts_BT = torch.arange(len(encoded))[:, None].expand(encoded.shape[:2])
             experts.plan = within_bytes(experts.plan, experts.flat(texts_BT), read_budgets)
-        with self.reading(experts.plan, limit):
+        with read_planned(self.layer.experts, experts.plan, limit):
             for number, block in enumerate(self.blocks):
                 arguments = (x_BTD, positions, mask_BTS, cache, number, experts)
-                if self.recomputes(cache) and experts.prepare(x_BTD):
+                if self._recomputes(cache) and experts.prepare(x_BTD):
                     # Not re-entrant: the router's losses leave the block by `experts`, not by its output.
                     x_BTD = checkpoint(block, *arguments, use_reentrant=False)
                 else:
@@ -209,42 +200,12 @@ class GPT(Model):
             return super()._exit_early(inputs, call, confidence, max_ms, exit_every, mask, **own)
         return self.answer(inputs, call, mask, max_ms=max_ms, **own)
 
-    def recomputes(self, cache: KVCache | TextCaches | None) -> bool:
+    def _recomputes(self, cache: KVCache | TextCaches | None) -> bool:
         """Whether blocks run a second time in the backward pass, in place of keeping what they computed."""
         asked = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         rule = "leave it out with gradient_checkpointing: a block that runs twice would fill it twice"
         require(not asked or cache is None, "cache", type(cache).__name__, rule)
         return asked
-
-    @contextmanager
-    def reading(self, plan: Choice | None, limit: TimeLimit | None) -> Iterator[None]:
-        """While the blocks run, experts that are in a store are read ahead of the blocks that need them."""
-        grid = self.layer.experts
-        if plan is None or not isinstance(grid, StoredExperts):
-            yield
-            return
-        nodes = None if plan.route is None else plan.route.nodes
-        order = None if limit is None else reading_order(grid, plan.active, nodes)
-        with grid.within(limit), grid.reading(plan.active, order):
-            yield
-
-    def byte_budgets(self, max_bytes: int, num_texts: int) -> list[ByteBudget]:
-        """A deadline in bytes for each of some texts; refuses a model that reads nothing, or plans nothing."""
-        grid = self.planned_store("max_bytes", max_bytes)
-        return [ByteBudget(max_bytes, grid.pool.file, grid.pool.num_slots) for _ in range(num_texts)]
-
-    def time_limit(self, max_ms: float) -> TimeLimit:
-        """A deadline for a pass that begins now; refuses a model that reads nothing, or plans nothing."""
-        self.planned_store("max_ms", max_ms)
-        return TimeLimit(max_ms)
-
-    def planned_store(self, option: str, value: object) -> StoredExperts:
-        """The experts in a store whose paths are known beforehand; refuses an option for which there must be such."""
-        grid = self.layer.experts
-        rule = "is for models loaded from a store whose paths depend on the token alone; leave it out"
-        require(isinstance(grid, StoredExperts) and self.path_follows_token, option, value, rule)
-        assert isinstance(grid, StoredExperts)
-        return grid
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """The embeddings of tokens (B, T, D), or the vectors that were given in their place."""
@@ -402,7 +363,6 @@ class GPT(Model):
         routing = Cost(0, 0) if self.path_follows_token else grid["routing"]
         return {"input": Cost(macs, parameters), "routing": routing, "experts": grid["experts"], "head": head}
 
-    @torch.no_grad()
     def generate(
         self,
         prompt: Tensor,
@@ -449,56 +409,18 @@ class GPT(Model):
         Yields:
             Drawn with `tokens` (B,), `num_experts` (B,), and `paths` of these tokens where the token alone decides.
         """
-        require(temperature >= 0, "temperature", temperature, "must not be negative")
-        require(0 < top_p <= 1, "top_p", top_p, "must lie in 0 … 1 (0 excluded)")
-        require(prompt.shape[-1] >= 1, "prompt", "''", "must have at least one token")
-        stop = self.resolve_budget(stop, experts, effort)
-        call = Call("greedy", max_experts, stop=flat_stop(stop, prompt.shape[:1]))
-        text_BT, cache, start = prompt, KVCache(), 0
-        self.check(prompt, None, None)
-        if draft_experts is not None:
-            refused = {"max_bytes": max_bytes, "max_ms": max_ms, "cached": None if cached else cached}
-            for option, other in refused.items():
-                require(other is None, option, other, "must be left out with draft_experts")
-            drafting = Drafting(draft_experts, draft_tokens, temperature, top_p, max_experts, stop, generator)
-            yield from generate_drafted(self, prompt, num_tokens, drafting)
-            return
-        limits = {"max_bytes": max_bytes, "max_ms": max_ms}
-        own: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
-        ahead: ReadPlan | None = None
-        try:
-            for number in range(num_tokens):
-                if text_BT.shape[1] - start > self.context:
-                    cache, start = KVCache(), text_BT.shape[1] - max(1, self.context // 2)
-                if max_bytes is not None and (not cached or not cache.get_seq_length()):
-                    own["read_budgets"] = self.byte_budgets(max_bytes, len(prompt))
-                tokens_BT = text_BT[:, start + cache.get_seq_length() :] if cached else text_BT[:, start:]
-                with self.following(ahead):
-                    out = self(
-                        tokens_BT, max_experts=max_experts, stop=stop, **own, **{"cache": cache} if cached else {}
-                    )
-                token_B = draw_token(out.logits[:, -1], temperature, top_p, generator)
-                text_BT = torch.cat((text_BT, token_B[:, None]), 1)
-                paths = self.describe(token_B, call) if self.path_follows_token else None
-                # The next pass runs this token alone, unless it begins again, or there is none.
-                is_next = cached and number < num_tokens - 1 and text_BT.shape[1] - start <= self.context
-                ahead = self.read_ahead(paths, by_rank=max_ms is not None) if is_next and max_bytes is None else None
-                yield Drawn(token_B, out.num_experts[:, -1], paths)
-        finally:  # whoever reads the text may stop before its end
-            if ahead is not None:
-                ahead.close()
-
-    def read_ahead(self, paths: Paths | None, by_rank: bool = False) -> ReadPlan | None:
-        """Begin to read the experts of tokens that were just drawn; None where experts are in memory, or paths unknown.
-
-        They are read in the order of blocks, or `by_rank` where some may not arrive in time.
-        """
-        grid = self.layer.experts
-        if paths is None or not isinstance(grid, StoredExperts):
-            return None
-        return grid.pool.expect(reading_order(grid, paths.active, paths.nodes if by_rank else None))
-
-    def following(self, plan: ReadPlan | None) -> AbstractContextManager[None]:
-        """While the blocks run, they use what a plan has read."""
-        grid = self.layer.experts
-        return grid.following(plan) if isinstance(grid, StoredExperts) else nullcontext()
+        options = GenerationOptions(
+            temperature=temperature,
+            top_p=top_p,
+            max_experts=max_experts,
+            stop=stop,
+            experts=experts,
+            effort=effort,
+            generator=generator,
+            cached=cached,
+            max_bytes=max_bytes,
+            max_ms=max_ms,
+            draft_experts=draft_experts,
+            draft_tokens=draft_tokens,
+        )
+        return generate_texts(self, prompt, num_tokens, options)

@@ -14,10 +14,10 @@ from raytraced.errors import check_budget, require
 from raytraced.experts import StreamName
 from raytraced.layer import Exit
 from raytraced.models.classifier import InputBlock
-from raytraced.models.output import Model, Output, SampleLossFn, linear_cost
+from raytraced.models.output import Model, Output, SampleLossFn, check_select, linear_cost
 from raytraced.router import Call, Cost
 from raytraced.routers.dense import MLPLayers
-from raytraced.sequence import Route, Select
+from raytraced.sequence import Route
 
 
 class MultiExit(MLPLayers):
@@ -48,6 +48,7 @@ class MultiExitClassifier(Model):
     """
 
     answers_along_the_way = True
+    samples_paths = False
 
     def __init__(
         self,
@@ -114,12 +115,9 @@ class MultiExitClassifier(Model):
     def own_confidence(self) -> float:
         return self.layer.confidence
 
-    def check_select(self, select: Select | None) -> None:
-        require(select in (None, "greedy"), "select", repr(select), "must be greedy: nothing is drawn here")
-
     def check_call(self, call: Call) -> None:
         """Refuse options that only raytraced layers support."""
-        self.check_select(call.select)
+        check_select(self, call.select)
         if call.stop is not None:
             raise ValueError(f"stop: {self.name} has no activation sequence to end; leave it out, or use confidence=")
 

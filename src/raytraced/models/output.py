@@ -55,6 +55,7 @@ class Model(nn.Module):
 
     card = ModelCard("", {}, {})  # of a model that `raytraced.build` did not make
     answers_along_the_way = False
+    samples_paths = True  # False: a path is never drawn, so select="sample" is refused
     layer_defaults: ClassVar[dict[str, Any]] = {}
     """options of its layers where they differ from the layer's own"""
 
@@ -113,7 +114,7 @@ class Model(nn.Module):
             others: dict[str, Any] = {"select": select, "max_experts": max_experts, "budgets": budgets or None}
             for option, given in (others | {"confidence": confidence, "max_ms": max_ms, "stop": stop}).items():
                 require(given is None, option, given, "must be left out with routes, which say what runs")
-            call = call._replace(route=self.only_route(routes))
+            call = call._replace(route=self._only_route(routes))
         if confidence is not None or max_ms is not None:
             for name, value in (("budgets", budgets), ("sample_loss_fn", sample_loss_fn)):
                 require(not value, name, value, "must be left out with confidence or max_ms, which ask for one answer")
@@ -139,7 +140,7 @@ class Model(nn.Module):
         require(stop is None, option, value, "give either stop or a budget, not both")
         return find_stop(self.name, self.card.dial, experts, effort)
 
-    def only_route(self, routes: Route | Sequence[Route]) -> Route:
+    def _only_route(self, routes: Route | Sequence[Route]) -> Route:
         """The route of the model's one routed layer; a ValueError where there is none, or not one route."""
         rule = f"{self.name} has no router that could follow them; leave them out"
         require(len(self.routed_layers()) == 1, "routes", "[…]", rule)
@@ -259,9 +260,6 @@ class Model(nn.Module):
         """The confidence threshold of a model that exits early without being asked to; else None."""
         return None
 
-    def check_select(self, select: Select | None) -> None:
-        """Refuse a way to choose experts that this model does not support."""
-
     def cost(self, inputs: Tensor, out: Output) -> dict[str, Cost]:
         """What each answer cost, by part: "input", "routing", "experts" and "head"."""
         raise NotImplementedError
@@ -278,6 +276,12 @@ class Model(nn.Module):
     def routing_parameters(self) -> list[Tensor]:
         """Parameters outside of routed layers that serve routing alone: they train with the routers' learning rate."""
         return []
+
+
+def check_select(model: Model, select: Select | None) -> None:
+    """Refuse a way to choose experts that a model does not support."""
+    rule = "must be greedy: nothing is drawn here"
+    require(model.samples_paths or select in (None, "greedy"), "select", repr(select), rule)
 
 
 def gathered(logits: Tensor, layers: Sequence[LayerOutput], sample_loss_fn: SampleLossFn | None = None) -> Output:

@@ -12,7 +12,6 @@ from torch import Tensor
 from raytraced.router import Choice
 from raytraced.rows import map_route, unordered_route
 from raytraced.store.budget import ByteBudget
-from raytraced.store.experts import StoredExperts
 
 MOST_TABLES = 8  # one per budget and stop; a caller that asks for another one each time must not fill the memory
 
@@ -116,23 +115,6 @@ def keep_active(choice: Choice, active: Tensor) -> Choice:
         route = route._replace(nodes=nodes_nS)
     route = route._replace(active=active, num_active=active.sum((-1, -2)).long())
     return choice._replace(active=active, weights=choice.weights * active, route=route)
-
-
-def reading_order(grid: StoredExperts, active: Tensor, nodes: Tensor | None) -> list[int]:
-    """In which order the experts of tokens are read if some may not arrive in time: by rank, numbered as in the pool.
-
-    Where they do not all fit into memory, or have no order of activation, they are read in the order of blocks.
-
-    Args:
-        grid: The experts.
-        active: (..., L, N), not 0 where an expert runs.
-        nodes: (..., S), their order of activation, padded with −1.
-    """
-    order = grid.order(active)
-    if nodes is None or len(order) > grid.pool.num_slots:
-        return order
-    by_rank = nodes.reshape(-1, nodes.shape[-1]).T.flatten().tolist()
-    return list(dict.fromkeys([grid.first + node for node in by_rank if node >= 0]))
 
 
 def describe_paths(choice: Choice, macs_per_expert: int, shape: torch.Size) -> Paths:

@@ -14,7 +14,7 @@ from torch import Tensor
 from raytraced.cost import sample_cost
 from raytraced.early_exit import ExitEvery, ExitPolicy, Walk, confidences
 from raytraced.errors import require
-from raytraced.models.output import Output
+from raytraced.models.output import Output, check_select
 from raytraced.serve.budgets import Budget
 from raytraced.serve.generation import Sampling, check_finite
 from raytraced.serve.models import Served
@@ -239,7 +239,7 @@ def describe_path(served: Served, out: Output, row: int) -> AnswerFields:
 
 def check_options(served: Served, options: dict[str, Any]) -> None:
     """Refuse options that a model does not have, as the library does."""
-    served.model.check_select(options.get("select"))
+    check_select(served.model, options.get("select"))
     if served.model.answers_along_the_way:
         return
     rule = f"has no effect on {served.name}, which has no budget; leave it out"

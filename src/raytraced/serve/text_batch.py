@@ -16,6 +16,7 @@ from torch import Tensor
 
 from raytraced.models.caches import TextCaches
 from raytraced.models.gpt import GPT
+from raytraced.models.store_reading import following, read_ahead
 from raytraced.router import Call
 from raytraced.serve.answering import PATIENCE, Delivery, Query
 from raytraced.serve.generation import Continuation, NotFiniteError, check_finite, draw_tokens
@@ -102,7 +103,8 @@ class TextBatch:
             return
         first = next_texts[0]
         call = Call("greedy", first.query.max_experts, stop=first.text.stop)
-        plan = model.read_ahead(model.describe(torch.tensor([one.pending[0] for one in next_texts]), call))
+        paths = model.describe(torch.tensor([one.pending[0] for one in next_texts]), call)
+        plan = read_ahead(model.layer.experts, paths)
         if plan is not None:
             self.ahead[id(first)] = plan
 
@@ -131,7 +133,7 @@ class TextBatch:
             if first.ended:
                 return delivered
         assert isinstance(self.served.model, GPT)
-        with self.served.model.following(ahead):
+        with following(self.served.model.layer.experts, ahead):
             logits_nV, experts = self.run_model(texts)
         self.metrics.batch_rows.observe(len(texts))
         finite = logits_nV.isfinite().all(-1).tolist()
