@@ -500,6 +500,8 @@ def test_bad_input_is_refused_in_one_line(model, tokens, tmp_path):
             lambda: recomputing().model(tokens, cache=KVCache()),
         "tie_word_embeddings=False: must be true: logits come from the embedding": lambda: RaytracedConfig(tie_word_embeddings=False),
         "model=gpt-mer: no such model; did you mean gpt-mre?": lambda: RaytracedConfig(layer="mer"),
+        "layer_options holds dim: a configuration states it as hidden_size; leave it out here": lambda: RaytracedConfig(layer_options={"dim": 4}),
+        "layer_options holds depth: a configuration states it as num_hidden_layers; leave it out here": lambda: RaytracedConfig(layer_options={"depth": 10**6}),
         "model option hiden: gpt-mre has no such option; did you mean hidden?": lambda: RaytracedConfig(layer_options={"hiden": 3}),
         "Classifier: must be a language model, one whose name begins with gpt-":
             lambda: RaytracedForCausalLM.from_gpt(rt.load("mre-digits")),

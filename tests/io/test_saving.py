@@ -149,7 +149,7 @@ ODD_CARDS = {
     "missing spec": (GOOD | {"spec": {"num_classes": 3}}, "mre: needs image_shape"),
     "odd spec": (GOOD | {"spec": SPEC | {"image_shape": 7}}, r"model\.safetensors: "),
     "odd classes": (GOOD | {"spec": SPEC | {"class_names": 7}}, r"model\.safetensors: "),
-    "option and spec": (GOOD | {"options": OPTIONS | SPEC}, "multiple values"),
+    "option and spec": (GOOD | {"options": OPTIONS | SPEC}, "its card's options repeat 'image_shape', 'class_names', 'mean', 'std'; its spec holds"),
     "other classes": (GOOD | {"spec": SPEC | {"class_names": list("abcd")}}, "its tensors do not fit model 'mre'"),
     "other shape": (GOOD | {"options": OPTIONS | {"dim": 9}}, "its tensors do not fit model 'mre'"),
 }  # fmt: skip
@@ -269,6 +269,7 @@ def test_a_model_that_is_not_known_here_is_not_called_damaged(saved):
     [
         ({"data": "/home/me/private"}, "mre: cannot be saved: its card's data is '/home/me/private'; must be the name"),
         ({"calibration": {"confidence": float("nan"), "exit_every": "layer"}}, "calibration holds nan"),
+        ({"options": {"num_classes": 10**6}}, "mre: cannot be saved: its card's options repeat 'num_classes'; its spec"),
     ],
 )
 def test_a_card_that_could_not_be_loaded_is_not_saved(change, message, saved, tmp_path):

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from raytraced.errors import printable, require
 from raytraced.files import write_file
-from raytraced.io.hub import card_of, config_values, transformers_files
+from raytraced.io.hub import TRANSFORMERS_NAMES, card_of, config_values, transformers_files
 from raytraced.io.saving import known_card, limit_tensors
 from raytraced.models.card import ModelCard, translate_old_names
 from raytraced.models.gpt import GPT, Block
@@ -108,6 +108,9 @@ class RaytracedConfig(PreTrainedConfig):
         require(self.tie_word_embeddings, "tie_word_embeddings", False, "must be true: logits come from the embedding")
         self.training, self.calibration = translate_old_names(self.training), translate_old_names(self.calibration)
         stored_options = translate_old_names(self.layer_options or {})
+        if repeated := [name for name in stored_options if name in TRANSFORMERS_NAMES]:
+            rule = f"a configuration states it as {TRANSFORMERS_NAMES[repeated[0]]}; leave it out here"
+            raise ValueError(f"layer_options holds {repeated[0]}: {rule}")
         try:
             find_model(f"gpt-{self.layer}")
         except ValueError as error:

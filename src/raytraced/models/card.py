@@ -108,6 +108,8 @@ def check_card(card: ModelCard) -> None:
     for name in ("spec", "options", "training", "calibration", "dial"):
         if (number := next(_not_finite(getattr(card, name)), None)) is not None:
             raise ValueError(f"its card's {name} holds {number}; numbers must be finite")
+    if shared := [name for name in card.options if name in card.spec]:  # both become arguments of `build`
+        raise ValueError(f"its card's options repeat {', '.join(map(repr, shared)):.60}; its spec holds that already")
     if card.data is not None and "/" in card.data:
         raise ValueError(f"its card's data is {card.data!r:.60}; must be the name of a data set, not a path")
     if not all(isinstance(origin, str) for origin in card.plugins):
