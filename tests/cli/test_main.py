@@ -42,6 +42,11 @@ MISTAKES = {
     ("resume", "no-such-run"): "no-such-run: is not a run folder",
     ("evaluate", "no-such-run"): "no-such-run: is neither a run folder",
     ("evaluate", "no-such-run", "--split", "tset"): "did you mean test?",
+    ("evaluate", "no-such-run", "--print_config"): "evaluate: --print-config: no such option; see --help",
+    ("export", "no-such-run", "--print-config=x"): "export: --print-config: no such option; see --help",
+    ("runs", "--config", "x.yaml"): "runs: --config: no such option; see --help",
+    ("runs", "-c", "x.yaml"): "runs: -c: no such option; see --help",
+    ("train", "--print-confg"): "--print-confg: no such option; did you mean --print-config?",
     (
         "evaluate",
         "no-such-run",

@@ -52,8 +52,9 @@ SYNONYMS = OLD_NAMES | {
 SEE_HELP = "see --help"
 PLUGIN_HELP = "--plugin FILE, after the command and as often as needed, loads routers, tasks, data sets or kernels."
 LISTS = (list[str], list[str] | None)
-BUILT_IN = ("help", "config", "print_config")
-"""options that the parser adds to those of a function"""
+OF_ALL = ("help",)
+OF_CONFIGS = ("help", "config", "print_config")
+"""options that the parser adds to those of a function: of any one, and of one with a parameter `config`"""
 
 
 class Option(NamedTuple):
@@ -149,7 +150,8 @@ def read_arguments(
             parser.set_defaults(preset_values(chosen.preset, chosen.data, chosen.model))
         found = (top or parser).parse_args([*command, *words])
     except (ArgumentError, UnicodeDecodeError) as error:
-        text = explain(words, options) or " ".join(str(error).replace(".".join((*command, "")), "").split())
+        built_in = OF_ALL if config_type is None else OF_CONFIGS
+        text = explain(words, options, built_in) or " ".join(str(error).replace(".".join((*command, "")), "").split())
         raise ValueError(": ".join([*command[-1:], text])) from error
     for word in command:
         found = found[word]
@@ -172,15 +174,15 @@ def normalise(words: list[str], options: Iterable[Option]) -> Iterator[str]:
         yield flag + equals + value
 
 
-def explain(words: list[str], options: list[Option]) -> str | None:
+def explain(words: list[str], options: list[Option], built_in: tuple[str, ...]) -> str | None:
     """Find what is wrong with words that the parser refused; None if it is not an option, its value or a file of options."""
     kinds = {option.name: option.kind for option in options}
     for flag, value in options_in(words):
-        name = flag.lstrip("-").partition(".")[0].replace("-", "_")
-        if flag in ("-c", "--config") and value is not None:
+        name = "config" if flag == "-c" else flag.lstrip("-").partition(".")[0].replace("-", "_")
+        if (flag == "-c" or flag.startswith("--")) and name not in (*kinds, *built_in):
+            problem = unknown_option(flag, kinds, built_in)
+        elif name == "config" and value is not None:
             problem = explain_file(value, kinds)
-        elif flag.startswith("--") and name not in (*kinds, *BUILT_IN):
-            problem = unknown_option(flag, kinds)
         elif name in kinds and value is not None and "." not in flag:
             problem = wrong_value(name, value, kinds[name])
         else:
@@ -200,7 +202,7 @@ def options_in(words: list[str]) -> Iterator[tuple[str, str | None]]:
             yield flag, value if equals else None if following.startswith("--") else following
 
 
-def unknown_option(flag: str, kinds: dict[str, Any]) -> str:
+def unknown_option(flag: str, kinds: dict[str, Any], built_in: tuple[str, ...] = ()) -> str:
     """Say that there is no such option, and which one was probably meant."""
 
     def show(name: str) -> str:
@@ -209,7 +211,7 @@ def unknown_option(flag: str, kinds: dict[str, Any]) -> str:
 
     synonyms = (word for word, option in SYNONYMS.items() if option.partition(".")[0] in kinds)
     name = flag.lstrip("-").partition(".")[0]
-    return f"{flag}: no such option; {did_you_mean(name, (*kinds, *BUILT_IN, *synonyms), SEE_HELP, show)}"
+    return f"{flag}: no such option; {did_you_mean(name, (*kinds, *built_in, *synonyms), SEE_HELP, show)}"
 
 
 def wrong_value(name: str, value: Any, kind: Any) -> str | None:
