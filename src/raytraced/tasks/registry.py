@@ -121,8 +121,8 @@ def plugin_entry(name: str) -> "Entry | None":
 
 def takes_entry(names: "dict[str, Entry]", entry: "Entry") -> bool:
     """Whether an entry belongs into a catalogue: its data is of the kind of those in it."""
-    kinds = {type(part) for known in names.values() for part in known.parts}
-    return all(type(part) in kinds for part in entry.parts)
+    kinds = tuple({type(part) for known in names.values() for part in known.parts})
+    return all(isinstance(part, kinds) for part in entry.parts)
 
 
 def is_catalogued(data: str | None) -> bool:

@@ -22,11 +22,15 @@ Readers = dict[str, Callable[[bytes], bytes]]  # by the name of an original file
 _DAMAGED = (OSError, EOFError, zlib.error, tarfile.TarError, zipfile.BadZipFile, KeyError, ValueError)
 
 
-def public_text(name: str, readers: Readers, *sources: Source, **arrays: ArrayInfo) -> PublicSet:
+class TextSet(PublicSet):
+    """A text, cut into consecutive arrays of bytes (n,)."""
+
+
+def public_text(name: str, readers: Readers, *sources: Source, **arrays: ArrayInfo) -> TextSet:
     """A public text, in one of several original files, divided into consecutive arrays."""
     decode = partial(decode_text, readers, arrays)
     folders, file_names = (name, "."), frozenset(readers)
-    return PublicSet(name=name, arrays=arrays, file_names=file_names, decode=decode, sources=sources, folders=folders)
+    return TextSet(name=name, arrays=arrays, file_names=file_names, decode=decode, sources=sources, folders=folders)
 
 
 def decode_text(readers: Readers, arrays: dict[str, ArrayInfo], files: Files) -> Arrays:
