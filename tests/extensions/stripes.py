@@ -15,7 +15,7 @@ _images[_labels == 1, :, ::2] = 255
 class Shelf:
     """A source that gives the original file by name."""
 
-    def fetch(self, wanted, folder, report):
+    def fetch(self, file_names, folder, report):
         return {"stripes.bin": _images.tobytes() + _labels.tobytes()}
 
 
@@ -31,7 +31,7 @@ STRIPES = ImageSet(
         "train_images": ArrayInfo(_images.shape, sha256(_images).hexdigest()),
         "train_labels": ArrayInfo(_labels.shape, sha256(_labels).hexdigest()),
     },
-    wanted=frozenset({"stripes.bin"}),
+    file_names=frozenset({"stripes.bin"}),
     decode=decode,
     sources=(Shelf(),),
     folders=("stripes",),
