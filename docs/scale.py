@@ -53,7 +53,7 @@ def pairs_by_layer() -> list[float]:
 
 
 def in_turn(pairs_L: list[float], rows: int, devices: int, machine: Machine, cost: Cost, num: int) -> float:
-    """Layer by layer, rows as a whole or in two halves, of which one travels while the other computes.
+    """Layer by layer, rows as a whole or in two halves, of which one is sent while the other computes.
 
     Each layer's router runs when its input is there: an exchange of counts, which the host then reads.
     """
