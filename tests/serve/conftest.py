@@ -102,3 +102,10 @@ def some_images(shape: tuple[int, int, int], num: int) -> torch.Tensor:
     bright = generator.random((num, 1, 1, 1))
     edges = np.where(np.arange(shape[2]) % (2 + np.arange(num)[:, None] % 5) == 0, 1.0, 0.2)[:, None, None, :]
     return torch.from_numpy((noise * bright * edges).astype(np.uint8))
+
+
+def generated(model, prompt: bytes, num: int, **options) -> bytes:
+    """The bytes that the library generates."""
+    seed = options.pop("seed", 0)
+    tokens = model.generate(torch.tensor([list(prompt)]), num, generator=torch.Generator().manual_seed(seed), **options)
+    return bytes(int(drawn.tokens) for drawn in tokens)

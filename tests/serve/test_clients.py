@@ -17,7 +17,7 @@ import raytraced
 from raytraced.cli.main import main
 from raytraced.serve.app import Server
 from raytraced.serve.generation import TextBuffer
-from serve.conftest import running, some_images
+from serve.conftest import generated, running, some_images
 
 IMAGES = some_images((1, 28, 28), 5).numpy()
 
@@ -33,11 +33,11 @@ def gpt(files):
     return raytraced.load(files / "gpt-mre.safetensors")
 
 
-def generated(model, prompt: bytes, num: int, **options) -> bytes:
-    """The bytes that the library generates."""
-    seed = options.pop("seed", 0)
-    tokens = model.generate(torch.tensor([list(prompt)]), num, generator=torch.Generator().manual_seed(seed), **options)
-    return bytes(int(drawn.tokens) for drawn in tokens)
+def wait_until_idle(server: Server) -> None:
+    until = time.monotonic() + 30
+    while server.traffic.in_progress or any(batch.texts for batch in server.engine.worker.texts.values()):
+        assert time.monotonic() < until
+        time.sleep(0.001)
 
 
 # OpenAI
@@ -144,10 +144,11 @@ def test_text_is_held_back_only_while_it_could_be_a_stop_string():
             assert text == read[: min(place for place in map(read.find, stops) if place >= 0)].decode()
 
 
-def test_our_own_fields_pass_through_the_client(openai_client, gpt):
+def test_our_own_fields_pass_through_the_client(openai_client, gpt, server):
     ask = openai_client.completions.create
     found = ask(model="gpt-mre", prompt="Once", max_tokens=9, temperature=0, extra_body={"max_experts": 1})
     assert found.choices[0].text == generated(gpt, b"Once", 9, temperature=0, max_experts=1).decode(errors="replace")
+    wait_until_idle(server)  # beside another request, this one would be refused
     late = ask(model="gpt-mre", prompt="Once", max_tokens=4000, extra_body={"max_ms": 1}).choices[0]
     assert (late.finish_reason, late.stop) == ("length", "deadline")
 
@@ -224,13 +225,6 @@ def num_finished(address: str) -> list[str]:
     """The counts of texts that were generated in full."""
     lines = httpx.get(f"{address}/metrics").text.splitlines()
     return [line for line in lines if line.startswith("raytraced_answers_total") and 'stop="length"' in line]
-
-
-def wait_until_idle(server: Server) -> None:
-    until = time.monotonic() + 30
-    while server.traffic.in_progress or any(batch.texts for batch in server.engine.worker.texts.values()):
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 def test_a_whole_completion_stops_when_its_client_goes(address, server):

@@ -8,18 +8,21 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import httpx
+import openai
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import raytraced
 from experiments.server.process import ENVIRONMENT, ServerProcess
 from raytraced.cli.main import main
 from raytraced.cli.serve import LAST_SECONDS
 from raytraced.serve.limits import Limits
-from serve.conftest import SHIPPED
+from serve.conftest import SHIPPED, generated
 
 LENGTH = 300
 
@@ -62,6 +65,56 @@ def tokens_while_it_shuts_down(server: ServerProcess, number: int) -> list[str]:
     assert refused, "the text ended before the signal arrived"
     request.join(60)
     return tokens
+
+
+def test_sigterm_finishes_all_texts_of_a_shared_batch(files):
+    """A completion of several texts, one that is streamed and a text of our own path have all of their tokens."""
+    source, num = files / "gpt-mre.safetensors", 400
+    options = {"model": "gpt-mre", "max_tokens": num}
+    with (
+        ServerProcess(str(source)) as server,
+        openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as client,
+        ThreadPoolExecutor() as pool,
+    ):
+        whole = pool.submit(client.completions.create, **options, prompt=["Once", "upon"], n=2, seed=3)
+        stream = client.completions.create(**options, prompt="Once", n=2, seed=9, stream=True)
+        first = next(stream)
+        streamed = pool.submit(list, stream)
+        body = {"text": "Once", "length": num, "temperature": 1}
+        ours = pool.submit(httpx.post, f"{server.address}/api/generate", json=body, timeout=60)
+        tasks = (whole, streamed, ours)
+        while num_in_progress(server.address) < 3 or not num_large_calls(server.address):
+            assert not any(task.done() for task in tasks), "the texts were not generated together"
+        server.process.terminate()
+        while not refuses(server.address):
+            assert not any(task.done() for task in tasks), "a text ended before the signal arrived"
+        model = raytraced.load(source)
+        prompts = ((b"Once", 3), (b"Once", 4), (b"upon", 3), (b"upon", 4))
+        expected = [generated(model, prompt, num, seed=seed).decode(errors="replace") for prompt, seed in prompts]
+        assert [choice.text for choice in whole.result(60).choices] == expected
+        texts, reasons = ["", ""], [None, None]
+        for chunk in [first, *streamed.result(60)]:
+            (choice,) = chunk.choices
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+        assert texts == [generated(model, b"Once", num, seed=seed).decode(errors="replace") for seed in (9, 10)]
+        assert reasons == ["length", "length"]
+        events = ours.result(60).text.strip().split("\n\n")
+        assert len(events) == num
+        assert '"stop": "length"' in events[-1]
+        assert server.process.wait(30) == 0
+
+
+def num_in_progress(address: str) -> int:
+    return httpx.get(f"{address}/healthz").json()["in_progress"]
+
+
+def num_large_calls(address: str) -> float:
+    """How many calls of the model have computed more than four rows."""
+    families = text_string_to_metric_families(httpx.get(f"{address}/metrics").text)
+    rows = next(one for one in families if one.name == "raytraced_batch_rows")
+    counts = {sample.labels["le"]: sample.value for sample in rows.samples if sample.name.endswith("_bucket")}
+    return counts["+Inf"] - counts["4.0"]
 
 
 @contextmanager
