@@ -1,6 +1,7 @@
 """The confidence threshold: chosen on validation data alone, the cheapest that keeps its promise, kept in the model's file."""
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -181,5 +182,28 @@ def test_too_few_validation_images_are_reported_with_the_number_needed(digits, c
     assert found["validation"]["stopped"]["accuracy"] >= found["validation"]["to_the_end"]["accuracy"]
     low, high = found["interval"]["validation"]
     assert low < 0 < 5 < high
-    calibration.calibration(model, task, data, 1.0, "layer")
-    assert capsys.readouterr().err == ""  # 145 images are enough for 1 point
+    calibration.calibration(model, task, data, 50.0, "layer")
+    assert capsys.readouterr().err == ""  # 145 images are enough for 50 points
+
+
+def test_an_interval_beyond_the_loss_that_was_asked_for_is_reported(digits, capsys):
+    model, task, data = digits
+    few = replace(data, validation=Split(data.validation.images[:24], data.validation.labels[:24]))
+    found = calibration.calibration(model, task, few, 10.0, "layer")
+    assert found["interval"]["validation"][1] > 10  # else this test tests nothing
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(r"within=10: the loss may be up to \d+\.\d points \(95 %\) by 24 validation images; ", line)
+    assert re.search(r"; (about [\d,]+ would do|choose a smaller --within to lose less)$", line)
+
+
+def test_as_many_samples_as_would_do_keep_the_interval_within():
+    def table(times):  # of 25 samples one is lost
+        return made([[1, 1]] * 24 * times + [[0, 1]] * times, [[0.9, 0.95]] * 25 * times)
+
+    few = table(1)
+    assert few.interval(0.5)[1] > 10
+    enough = few.samples_for(0.5, 10.0)
+    assert 25 < enough < 200
+    assert table(enough // 25 + 1).interval(0.5)[1] <= 10 < table(enough // 50).interval(0.5)[1]
+    assert few.samples_for(0.5, 4.0) is None  # the loss itself is as large
+    assert few.samples_for(0.5, 20.0) == 25

@@ -3,7 +3,7 @@
 Axes: n samples, S exits (after no layer, after the first, …).
 """
 
-from math import ceil, isfinite, sqrt
+from math import ceil, floor, isfinite, log10, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ CANDIDATES = [1 - 0.8 * 2 ** (-step / 3) for step in range(45)]
 # Values of `stop` at which a model is measured, from few experts to many.
 STOPS = tuple(16 * 2.0**-step for step in range(14))
 QUANTILE = 1.96  # of the normal distribution: intervals hold 95 %
+MOST_TIMES = 100  # as many samples as there are: beyond that no number is of use
 COLUMNS = ("accuracy", "experts", "macs")
 
 
@@ -66,14 +67,36 @@ class ExitTable(NamedTuple):
         """
         exit_n1 = first_confident_exit(self.confidence, threshold)[:, None]
         lost_n = self.whole[:, 0] - self.correct.gather(1, exit_n1)[:, 0]
-        lost, won, num = float((lost_n > 0).sum()) + 0.5, float((lost_n < 0).sum()) + 0.5, len(lost_n) + 2
-        half = QUANTILE * sqrt(lost + won - (lost - won) ** 2 / num)
-        return 100 * (lost - won - half) / num, 100 * (lost - won + half) / num
+        return points_lost(int((lost_n > 0).sum()), int((lost_n < 0).sum()), len(lost_n))
+
+    def samples_for(self, threshold: float, within: float) -> int | None:
+        """About how many samples with the same shares of lost and won answers keep the interval within so many points.
+
+        None where even many times as many do not: the loss itself is (almost) as large.
+        """
+        exit_n1 = first_confident_exit(self.confidence, threshold)[:, None]
+        lost_n = self.whole[:, 0] - self.correct.gather(1, exit_n1)[:, 0]
+        counts = (float((lost_n > 0).sum()), float((lost_n < 0).sum()), float(len(lost_n)))
+        factor = 1.0
+        while points_lost(*(factor * count for count in counts))[1] > within:
+            factor *= 1.02
+            if factor > MOST_TIMES:
+                return None
+        digits = 10 ** max(0, floor(log10(factor * counts[2])) - 1)  # two digits: the shares are estimates
+        return digits * ceil(factor * counts[2] / digits)
 
     @property
     def to_the_end(self) -> dict[str, float]:
         """Means over the samples without early exit."""
         return dict(zip(COLUMNS, self.whole.mean(0).tolist(), strict=True))
+
+
+def points_lost(lost: float, won: float, num: float) -> tuple[float, float]:
+    """Agresti and Min's 95 % interval, in points, where `lost` answers of `num` were right only without early exit, `won`
+    only with it."""
+    lost, won, num = lost + 0.5, won + 0.5, num + 2
+    half = QUANTILE * sqrt(lost + won - (lost - won) ** 2 / num)
+    return 100 * (lost - won - half) / num, 100 * (lost - won + half) / num
 
 
 def first_confident_exit(confidence_nS: Tensor, threshold: float) -> Tensor:
@@ -161,7 +184,8 @@ def calibration(model: Model, task: Task, data: Data, within: float, exit_every:
     """Calibrate a model on validation data, and measure the result on test data.
 
     With fewer than 100 / within validation samples a loss of `within` points cannot be measured. Then no sample may be lost,
-    one line reports how many samples are needed, and the interval shows what can be promised.
+    one line reports how many samples are needed, and the interval shows what can be promised. With enough samples for that,
+    one line reports where the interval still reaches beyond `within`, and about how many samples would keep it within.
 
     Args:
         model: A model with exits.
@@ -181,11 +205,15 @@ def calibration(model: Model, task: Task, data: Data, within: float, exit_every:
     for split, one in tables.items():
         found[split] = {"stopped": one.stop(threshold), "to_the_end": one.to_the_end}
     found["interval"] = {split: list(one.interval(threshold)) for split, one in tables.items()}
-    num, needed = len(table.whole), ceil(100 / within - 1e-9) if within else 0
+    num, needed, most = len(table.whole), ceil(100 / within - 1e-9) if within else 0, found["interval"]["validation"][1]
+    name = f"validation {task.sample_name}"
     if num < needed:
-        most = found["interval"]["validation"][1]
         promise = f"none of them may be lost, which promises {most:.1f} points (95 %)"
-        say(f"within={within:g}: needs at least {needed:,} validation {task.sample_name}, there are {num:,}; {promise}")
+        say(f"within={within:g}: needs at least {needed:,} {name}, there are {num:,}; {promise}")
+    elif within and most > within:
+        enough = table.samples_for(threshold, within)
+        remedy = "choose a smaller --within to lose less" if enough is None else f"about {enough:,} would do"
+        say(f"within={within:g}: the loss may be up to {most:.1f} points (95 %) by {num:,} {name}; {remedy}")
     return found
 
 
