@@ -25,7 +25,7 @@ _POINTERS = {"seed": "*i64", "rows": "*i64", "nodes": "*i64", "num_active": "*i6
 
 
 class Compiled(NamedTuple):
-    """What one kernel takes on one target; None where the target's tools do not tell."""
+    """What one kernel takes on one target; None where the target's tools do not report it."""
 
     registers: int | None
     spilled: int | None

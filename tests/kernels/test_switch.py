@@ -306,7 +306,7 @@ class Numbers(ctypes.Structure):
 
 
 def library(size):
-    """A library in which the struct has this size; None: one that is so old that it cannot tell."""
+    """A library in which the struct has this size; None: one that is too old to report a size."""
     return SimpleNamespace() if size is None else SimpleNamespace(raytraced_size_of=Mock(return_value=size))
 
 

@@ -260,7 +260,7 @@ def test_defaults_and_refusals():
 
 @torch.no_grad()
 def test_every_token_of_every_text_has_draws_of_its_own():
-    model, same = build(), torch.full((2, 12), 65)  # without differences, only the draws tell tokens apart
+    model, same = build(), torch.full((2, 12), 65)  # without differences, only the draws distinguish tokens
     nodes = model(same, select="sample", generator=torch.Generator().manual_seed(0)).routes[0].nodes
     assert not torch.equal(nodes[0], nodes[1])
     for shift in range(1, 6):

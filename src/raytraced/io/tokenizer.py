@@ -44,7 +44,7 @@ def with_end(definition: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
     ]
     if not isinstance(model.get("vocab"), dict) or zero not in model["vocab"] or any(zero in part for part in merges):
         return definition, None
-    # A special token is looked for in the text as it is: the token's own character would be found in texts that hold it.
+    # A special token is searched for in the text as it is: the token's own character would be found in texts that hold it.
     vocab = {END if token == zero else token: number for token, number in model["vocab"].items()}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     end = {"id": vocab[END], "content": END, **flags, "special": True}

@@ -28,7 +28,7 @@ def empty_gradient(parameter: Tensor) -> Tensor:
     """A tensor for the gradient of a parameter, not filled in; a large one in memory that is no longer in use.
 
     Fresh pages cost more than the arithmetic on them, every step anew, since so large a block goes back to the system as
-    soon as it is free. numpy's memory, because it asks for huge pages and because its views tell when they are let go.
+    soon as it is free. numpy's memory, because it asks for huge pages and because its views report when they are released.
     """
     if parameter.nbytes < _HUGE_BYTES:
         return torch.empty(parameter.shape, dtype=parameter.dtype)

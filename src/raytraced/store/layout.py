@@ -102,13 +102,20 @@ class StoreFile:
         return self.expert_bytes + -self.expert_bytes % ALIGNMENT
 
     def first(self, grid: str) -> int:
-        """The number of a grid's first expert among those of all grids."""
+        """The number of a grid's first expert among those of all grids.
+
+        Args:
+            grid: Name of the grid.
+
+        Returns:
+            The number, from 0.
+        """
         before = list(self.grids)[: list(self.grids).index(grid)]
         return sum(prod(self.grids[name]) for name in before)
 
 
 def identify(status: os.stat_result) -> tuple[int, int, int]:
-    """What tells one file from another: its device, its inode and its size."""
+    """What distinguishes one file from another: its device, its inode and its size."""
     return status.st_dev, status.st_ino, status.st_size
 
 

@@ -33,10 +33,10 @@ class LimitError(ValueError):
 class ReadStats:
     """What a pool did since it was opened; `copy.copy` keeps the numbers of a moment."""
 
-    num_uses: int = 0
-    num_reads: int = 0
+    num_uses: int = 0  # times that an expert was acquired
+    num_reads: int = 0  # reads that ended
     num_wasted: int = 0  # read, and left without having been used
-    bytes_read: int = 0
+    bytes_read: int = 0  # by all reads together
     stall_seconds: float = 0.0  # that callers waited
     num_queued: int = 0  # sum over reads of the reads in progress when each began, itself included
 
@@ -45,12 +45,17 @@ class ReadStats:
 class Timeline:
     """When each read and each wait began and ended, in seconds, and of which expert."""
 
-    reads: list[tuple[float, float, int]] = field(default_factory=list)
-    stalls: list[tuple[float, float]] = field(default_factory=list)
+    reads: list[tuple[float, float, int]] = field(default_factory=list)  # begin, end, number of the expert
+    stalls: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each wait of a caller
 
 
 class ReadPlan:
-    """Experts in the order in which a caller will need them; close it, or use it in a `with` statement."""
+    """Experts in the order in which a caller will need them; close it, or use it in a `with` statement.
+
+    Args:
+        pool: The state of the pool that made the plan with `ExpertPool.expect`.
+        order: Numbers of experts, the first to be needed first.
+    """
 
     def __init__(self, pool: "_Pool", order: Sequence[int]) -> None:
         self.pool, self.order = pool, list(order)
@@ -58,7 +63,7 @@ class ReadPlan:
         for place, expert in enumerate(self.order):
             self.uses[expert].append(place)
         self.num_used = 0
-        self.next = 0  # the first place in the order that was not looked at for reading
+        self.next = 0  # the first place in the order that was not considered for reading
 
     def distance(self, expert: int) -> float:
         """How many uses lie before the next use of an expert."""
@@ -395,7 +400,11 @@ class ExpertPool:
         return self._pool.acquire(experts, plan, until)
 
     def release(self, experts: Iterable[int]) -> None:
-        """Let experts leave that `acquire` returned."""
+        """Let experts leave that `acquire` returned.
+
+        Args:
+            experts: Their numbers.
+        """
         self._pool.release(experts)
 
     def slot(self, expert: int) -> memoryview:
@@ -407,7 +416,16 @@ class ExpertPool:
         self._finalizer()
 
     def use(self, expert: int, compute: Callable[[memoryview], Any], plan: ReadPlan | None = None) -> Any:
-        """Compute with one expert, which is read if it is missing."""
+        """Compute with one expert, which is read if it is missing.
+
+        Args:
+            expert: Number of the expert.
+            compute: Called with the expert's memory, padding included.
+            plan: The plan that this use belongs to. Default: none.
+
+        Returns:
+            What `compute` returned.
+        """
         self.acquire([expert], plan)
         try:
             return compute(self.slot(expert))

@@ -85,7 +85,7 @@ def test_a_search_that_diverged_is_a_finding_and_one_that_left_no_record_a_failu
         crashed, diverged, *whole = runs  # the five rates of MRE's search on digits, and the paper's recipe
         store = Store(records)
         for run in (diverged, *whole):
-            best = run.setting == 5e-3  # not on the edge, where the search would go on
+            best = run.setting == 5e-3  # not on the edge, where the search would continue
             store.put(
                 record_of(run, record, error="not finite" if run is diverged else None, validation=0.8 + 0.1 * best)
             )

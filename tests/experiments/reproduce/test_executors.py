@@ -91,7 +91,7 @@ def test_a_runner_on_dask_that_is_stopped_lets_the_workers_save_and_the_same_cal
         printed, _ = runner.communicate(timeout=SECONDS)
         assert runner.returncode == 128 + signal.SIGINT, printed
         assert "stopped; everything is saved" in printed
-        assert epochs_done(tmp_path)[0] < 20  # no worker went on with it
+        assert epochs_done(tmp_path)[0] < 20  # no worker continued it
         assert not list((tmp_path / "work").glob(".stop-*"))
         end_well(begin(RUNNER, tmp_path, f"dask:{address}"))
     finally:

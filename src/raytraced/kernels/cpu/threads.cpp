@@ -1,4 +1,4 @@
-// Work is shared out over the OpenMP team that PyTorch keeps: its threads go on spinning for a while after each of PyTorch's own
+// Work is shared out over the OpenMP team that PyTorch keeps: its threads continue to spin for a while after each of PyTorch's own
 // calls, and threads of ours beside them would wait for a core. Without that team, and in a forked child (which has none of
 // its parent's threads, and would wait for them forever), over a pool of our own.
 #include "threads.h"
