@@ -269,7 +269,10 @@ def test_a_model_that_is_not_known_here_is_not_called_damaged(saved):
     [
         ({"data": "/home/me/private"}, "mre: cannot be saved: its card's data is '/home/me/private'; must be the name"),
         ({"calibration": {"confidence": float("nan"), "exit_every": "layer"}}, "calibration holds nan"),
-        ({"options": {"num_classes": 10**6}}, "mre: cannot be saved: its card's options repeat 'num_classes'; its spec"),
+        (
+            {"options": {"num_classes": 10**6}},
+            "mre: cannot be saved: its card's options repeat 'num_classes'; its spec",
+        ),
     ],
 )
 def test_a_card_that_could_not_be_loaded_is_not_saved(change, message, saved, tmp_path):
