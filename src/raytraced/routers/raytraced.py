@@ -248,7 +248,7 @@ class RaytracedExperts(Fusable, RoutedLayer):
         weighting: Factor of an expert's output: "unit" (1), "rates-to-one" or "rates" (firing rates that sum to one, or to
             the number of active experts, in every layer), or "relative" (the rate over the largest active rate of the
             layer, a constant to the gradient: a weight does not change when experts of smaller rates join). "auto":
-            "relative" in grids of one or two layers or of one expert per layer, else "rates-to-one".
+            "relative" in grids of one or two layers or of one or two experts per layer, else "rates-to-one".
         weight_scale: A constant by which all these factors are multiplied.
         mask_gradient: Which experts get a gradient for their place in the mask: "active" or "all" (all experts then run).
         estimator: How gradients pass through a draw: "none", "reinmax", "gumbel" or "straight-through".

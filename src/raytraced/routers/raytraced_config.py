@@ -23,7 +23,7 @@ class RaytracedConfig:
     weighting: Weighting = "auto"
     """factor of an expert's output: 1 ("unit"); its firing rate, scaled so that the rates of a layer's active experts sum to
     one ("rates-to-one") or to their number ("rates"), or over the largest of them ("relative"); "auto": "relative" in
-    grids of one or two layers, or of one expert per layer, where other gates get no gradient, else "rates-to-one" """
+    grids of one or two layers, or of one or two experts per layer, where other gates get no gradient, else "rates-to-one" """
     weight_scale: float = 1.0
     """a constant by which all these factors are multiplied"""
     mask_gradient: MaskGradient = "active"
@@ -79,7 +79,8 @@ class RaytracedConfig:
             return self
         # By rates that sum to one a layer's only active expert has weight 1, whatever the gates above it do. The last layer
         # rarely has another: in a grid of one layer the entry gate would never learn, in one of two layers no other gate.
-        is_small = num_layers <= 2 or num_experts == 1
+        # With two experts per layer, deeper grids too may start without a lower layer that runs both (a third of all seeds).
+        is_small = num_layers <= 2 or num_experts <= 2
         return replace(self, weighting="relative" if is_small else "rates-to-one")
 
 
