@@ -187,6 +187,19 @@ def test_an_onnx_file_is_valid_and_holds_its_card(exported, saved):
     assert {path for path in saved.parent.iterdir() if path.is_file()} == {saved, exported}
 
 
+def test_a_budget_is_a_constant_of_the_graph_and_stands_in_its_card(tmp_path, monkeypatch):
+    model, images, path = rt.load("mre-digits"), pictures(40, (1, 8, 8)), tmp_path / "eight.onnx"
+    monkeypatch.setattr(sys, "argv", ["raytraced", "export", "mre-digits", "--experts", "8", "--output", str(path)])
+    assert main() == 0
+    session = open_onnx(path)
+    expected = model(images, experts=8.0)
+    assert expected.num_experts.sum() > model(images).num_experts.sum()
+    assert_answer(run_onnx(session, images, 99), expected)
+    card = json.loads(session.get_modelmeta().custom_metadata_map["card"])
+    assert card["options"]["stop"] == model.resolve_budget(None, 8.0, None)
+    assert model.card.options["stop"] == "drawn"
+
+
 @pytest.fixture(scope="session")
 def replaying(saved) -> Path:
     """The same model as ONNX, with a route as its input, by the command line."""
@@ -409,6 +422,10 @@ def test_the_whole_test_set_has_the_same_labels(tmp_path):
         (["--output", "{folder}/none/one.onnx"], "{folder}/none/one.onnx: there is no folder {folder}/none; create it first"),
         (["--format", "tflite"], "format=tflite: must be one of onnx, torch"),
         (["--pixels", "int"], "pixels=int: must be one of uint8, float"),
+        (["--stop", "0"], "stop=0.0: must be"),
+        (["--stop", "0.5", "--route"], "stop=0.5: must be left out with route, which says what runs"),
+        (["--experts", "3"], "experts=3.0: the card of mre has no table of budgets; run raytraced calibrate first"),
+        (["--stop", "0.5", "--effort", "1"], "effort=1.0: give either stop or a budget, not both"),
     ],
 )  # fmt: skip
 def test_bad_options_are_refused_in_one_line(words, message, saved, tmp_path, monkeypatch, capsys):
@@ -439,6 +456,8 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(tmp_path):
             export(make(**TINY), path, opset=opset)
     with pytest.raises(ValueError, match="prefixes=True: top-k has one answer only"):
         export(make("top-k"), path, prefixes=True)
+    with pytest.raises(ValueError, match=r"stop=0.5: top-k has no dial; for raytraced models"):
+        export(make("top-k"), path, stop=0.5)
     nameless = make(**TINY)
     nameless.card = None
     with pytest.raises(ValueError, match="Classifier: has no card with a name; make it with raytraced"):

@@ -15,12 +15,17 @@ def export(
     output: str | None = None,
     prefixes: bool = False,
     route: bool = False,
+    stop: float | None = None,
+    experts: float | None = None,
+    effort: float | None = None,
     pixels: Literal["uint8", "float"] = "uint8",
     opset: int = 20,
     weights: Literal["last", "best"] = "last",
     runs_dir: str = "runs",
 ) -> None:
     """Export a trained classifier as one graph for other runtimes: any batch size, the budget of experts as an input.
+
+    --stop, and the budgets --experts and --effort that stand for one, are constants of the graph.
 
     Args:
         format: onnx for onnxruntime and other ONNX runtimes, torch for torch.export.load.
@@ -35,7 +40,9 @@ def export(
     from raytraced.io.export import export as write
     from raytraced.io.saving import load
 
-    inputs, outputs = write(load(source), path, format, pixels=pixels, prefixes=prefixes, route=route, opset=opset)
+    model = load(source)
+    stop = model.resolve_budget(stop, experts, effort)
+    inputs, outputs = write(model, path, format, pixels=pixels, prefixes=prefixes, route=route, stop=stop, opset=opset)
     print(
         f"{printable(path)}: {path.stat().st_size / 1024:.0f} KiB, takes {', '.join(inputs)}, gives {', '.join(outputs)}"
     )

@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +32,7 @@ from raytraced.models.classifier import Classifier
 from raytraced.models.output import Model
 from raytraced.routers.raytraced import RaytracedExperts
 from raytraced.routing import Rates, RoutingNetwork
-from raytraced.sequence import Route, Stop, apply_stop, expert_weights
+from raytraced.sequence import Route, Stop, apply_stop, check_stop, expert_weights
 
 Format = Literal["onnx", "torch"]
 Pixels = Literal["uint8", "float"]
@@ -128,14 +128,16 @@ class RaytracedGraph(nn.Module):
     Args:
         model: The classifier.
         prefixes: Whether `logits` are those after 0, 1, … M experts (B, M + 1, Y) instead of the last ones (B, Y).
+        stop: When a sequence ends, a constant of the graph. Default: the model's own rule.
     """
 
     inputs: tuple[str, ...] = ("images", "max_experts")
 
-    def __init__(self, model: Classifier, prefixes: bool) -> None:
+    def __init__(self, model: Classifier, prefixes: bool, stop: Stop | None = None) -> None:
         super().__init__()
         assert isinstance(model.layer, RaytracedExperts)
         self.model, self.layer, self.prefixes = model, model.layer, prefixes
+        self.stop: Stop = model.layer.router.config.stop if stop is None else stop
 
     def forward(self, images: Tensor, max_experts: Tensor) -> dict[str, Tensor]:
         """Images (B, C, H, W) and a budget () -> `logits`, `num_experts` (B,) and `active` (B, L, N) by name."""
@@ -144,7 +146,7 @@ class RaytracedGraph(nn.Module):
             router.routing,
             router.entry(hidden_BD),
             max_experts,
-            stop=router.config.stop,
+            stop=self.stop,
             input_logits_BLNO=router.input_logits(hidden_BD),
             read_out=partial(self.answer, hidden_BD) if self.prefixes else None,
         )
@@ -225,6 +227,7 @@ def export(
     pixels: Pixels = "uint8",
     prefixes: bool = False,
     route: bool = False,
+    stop: float | None = None,
     opset: int = 20,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Write a classifier as a graph for another runtime; a crash leaves no part of a file.
@@ -240,6 +243,8 @@ def export(
         prefixes: Whether the logits are those after 0, 1, … experts, (B, M + 1, Y); for raytraced models only.
         route: Whether the graph runs the experts of a route instead of its own choice. Its second input is then `route`
             (B, S, N), float32: 1 for each expert that runs, as `Route.active` and the output `active` of a graph.
+        stop: How much the output node's rate counts when the next node is chosen; a constant of the graph, which its card
+            states. Default: the model's own. Only for raytraced models.
         opset: Version of ONNX's operators.
 
     Returns:
@@ -254,9 +259,10 @@ def export(
         require(is_known, "opset", repr(opset), f"must lie in {OPSETS[0]} … {OPSETS[-1]}: a loop needs that")
         missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
         require(not missing, "format", format, f"needs {' and '.join(missing)}; pip install 'raytraced[onnx]'")
-    graph = _graph(model, prefixes, route)
+    graph = _graph(model, prefixes, route, stop)
     program = trace(graph, pixels)
-    card = json.dumps(asdict(model.card), default=lambda value: type(value).__name__)
+    stated = model.card if stop is None else replace(model.card, options=model.card.options | {"stop": stop})
+    card = json.dumps(asdict(stated), default=lambda value: type(value).__name__)
     try:
         content = _as_onnx(program, graph.inputs, opset, card) if format == "onnx" else _as_torch(program, card)
     except Exception as error:
@@ -288,7 +294,7 @@ def trace(graph: Graph, pixels: Pixels = "uint8") -> torch.export.ExportedProgra
         raise ValueError(f"{graph.model.name}: cannot be exported, torch cannot trace it ({reason:.150})") from error
 
 
-def _graph(model: Model, prefixes: bool, route: bool) -> Graph:
+def _graph(model: Model, prefixes: bool, route: bool, stop: float | None) -> Graph:
     """The graph of a model; a ValueError says why a model has none."""
     if not isinstance(model, Classifier):
         name = model.name if isinstance(model, Model) else type(model).__name__
@@ -306,11 +312,15 @@ def _graph(model: Model, prefixes: bool, route: bool) -> Graph:
     require(not model.training, "model", model.name, "is in training mode; call .eval() first")
     if route:
         require(not prefixes, "prefixes", prefixes, "must be left out with route, which has one answer")
+        require(stop is None, "stop", stop, "must be left out with route, which says what runs")
         _check_follows(model)
+    if stop is not None:
+        check_stop(stop)
     layer = model.layer
     # A subclass may have a pass of its own: it is traced as it is.
     if isinstance(layer, RaytracedExperts) and layer.fuses and layer.router.fuses:
-        return RaytracedReplayGraph(model, False) if route else RaytracedGraph(model, prefixes)
+        return RaytracedReplayGraph(model, False) if route else RaytracedGraph(model, prefixes, stop)
+    require(stop is None, "stop", stop, f"{model.name} has no dial; for raytraced models")
     require(not prefixes, "prefixes", prefixes, f"{model.name} has one answer only; for raytraced models")
     return BaselineReplayGraph(model) if route else BaselineGraph(model)
 
