@@ -6,11 +6,16 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
+import raytraced
+from experiments import BENCHMARKS
+from experiments.store import quality
 from experiments.store.contenders import CONTENDERS
 from experiments.store.measure import load_records, measure
 from experiments.store.report import BEST, check_aims, report
 from experiments.store.traces import SMALL, STORE, write_experts
+from raytraced.io.routes import model_digest
 
+QUALITY = json.loads((BENCHMARKS / "store-quality.json").read_text())
 SIZES = replace(SMALL, num_prompts=2, prefill=2, decoded=5)
 
 
@@ -64,3 +69,31 @@ def test_the_report_has_every_contender_and_a_picture(folder, tmp_path):
     assert all(text.count(f"| {contender.name} |") == 2 for contender in CONTENDERS)
     assert (tmp_path / "store.png").stat().st_size > 10_000
     assert all("timeline" not in json.loads(line) for line in (tmp_path / "store.jsonl").read_text().splitlines())
+
+
+def test_the_quality_of_a_deadline_on_the_pages_is_that_of_the_records():
+    assert (BENCHMARKS / "store-quality.md").read_text() == quality.quality_page(QUALITY)
+    page = quality.PAGE.read_text(encoding="utf-8")
+    assert quality.quality_words(QUALITY) in page
+    assert quality.with_words(page, QUALITY) == page
+
+
+def test_the_quality_of_a_deadline_is_that_of_the_shipped_model():
+    digest = model_digest(raytraced.load(quality.MODEL))
+    assert QUALITY["sha256"] == digest, "the model is another one: run `python -m experiments.store quality`"
+
+
+def test_more_reads_or_more_memory_run_more_experts_and_a_large_deadline_leaves_nothing_out():
+    experts = {(row["limit"], row["reads"]): row["experts"] for row in QUALITY["rows"]}
+    for limit in quality.LIMITS:
+        column = [experts[limit, reads] for reads in quality.READS]
+        assert column == sorted(column)
+        assert column[0] == 0
+    for reads in quality.READS:
+        row = [experts[limit, reads] for limit in quality.LIMITS]
+        assert row == sorted(row)
+    model = raytraced.load(quality.MODEL)
+    found = quality.measure_quality(model, (50.0,), (32,), eval_tokens=512)
+    (row,) = found["rows"]
+    assert found["windows"] == 4
+    assert {"bits": row["bits"], "experts": row["experts"]} == pytest.approx(found["all"])

@@ -1,5 +1,6 @@
 """Texts of a language model whose experts are in a store: read ahead along paths, or left out at a deadline."""
 
+import json
 import threading
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import raytraced
 from raytraced import kernels
+from raytraced.cli.main import main
 from raytraced.store.layout import open_store
 from raytraced.store.reader import ExpertReader
 
@@ -224,3 +226,33 @@ def test_a_deadline_in_time_is_refused_where_it_means_nothing(text_store):
     with pytest.raises(ValueError, match="max_ms=5: must be left out with draft_experts"):
         next(loaded.generate(tokens, 3, max_ms=5, draft_experts=1))
     loaded.layer.experts.pool.close()
+
+
+def test_evaluate_measures_what_a_deadline_in_bytes_costs(text_store, tmp_path, capsys):
+    _, path = text_store
+    size, data = open_store(path).run_bytes, tmp_path / "own.txt"
+    data.write_bytes(b"to be, or not to be. " * 200)
+    words = ["evaluate", str(path), "--data", str(data), "--device", "cpu", "--json", "--memory", str(4 * size)]
+    found = []
+    for deadline in (["--max-bytes", str(size - 1)], ["--max-bytes", str(size)], ["--max-bytes", str(99 * size)], []):
+        assert main([*words, *deadline]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    none, one, all_reads, without = found
+    assert none["mean_experts"] == 0 < one["mean_experts"] < all_reads["mean_experts"]
+    assert len({each["bits_per_byte"] for each in (none, one, all_reads)}) == 3
+    assert "budgets" not in all_reads
+    assert all_reads["mean_experts"] == without["mean_experts"]
+    assert all_reads["bits_per_byte"] == without["bits_per_byte"]
+
+
+def test_evaluate_refuses_a_deadline_in_bytes_where_nothing_is_read(text_store, tmp_path, capsys):
+    whole, _ = text_store
+    raytraced.save(whole, tmp_path / "model.safetensors")
+    (tmp_path / "own.txt").write_bytes(b"to be, or not to be. " * 200)
+    for model, data in (("model.safetensors", "own.txt"), ("mre-digits", "digits")):
+        name = str(tmp_path / model) if model.endswith("safetensors") else model
+        data = str(tmp_path / data) if data.endswith("txt") else data
+        assert main(["evaluate", name, "--data", data, "--device", "cpu", "--max-bytes", "5KB"]) == 2
+        error = capsys.readouterr().err
+        assert "is for models loaded from a store whose paths depend on the token alone; leave it out" in error
+        assert error.count("\n") == 1

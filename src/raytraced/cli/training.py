@@ -125,6 +125,7 @@ def evaluate(
     skip_bad: bool = False,
     device: str = "auto",
     memory: str | None = None,
+    max_bytes: str | None = None,
     weights: Literal["last", "best"] = "last",
     runs_dir: str = "runs",
     json: bool = False,
@@ -135,6 +136,7 @@ def evaluate(
         split: Part of the data set.
         select: How experts are chosen: greedy takes the most likely (default), sample draws them.
         seed: Seed of the draws of --select sample.
+        max_bytes: Of a store: the most bytes that a byte or token may read, such as 20MB; further experts are left out.
         batch_size: Samples per batch; changes only memory and speed.
         save_routes: File to write the route of every sample into: which experts ran, in which order.
         routes: File of such routes: the same experts run again, in place of a choice.
@@ -161,6 +163,8 @@ def evaluate(
     along = [name for name in ("select", "max_experts", "stop") if name in asked]
     if along and not model.answers_along_the_way:
         raise ValueError(f"{', '.join(along)}: only for models that answer along the way, {model.name} does not")
+    if max_bytes is not None:
+        asked["max_bytes"] = parse_deadline(model, max_bytes)
     world = World(0, 1, choose_device(device, model))
     predict: Any = partial(predict_batch, model.to(world.device).eval())
     num, recorded = len(dataset.splits[split]), list[Any]()
@@ -178,6 +182,18 @@ def evaluate(
         print(dumps(result, indent=2))
     else:
         print_evaluation(result, task, dataset, title=f"{source}, {split} data")
+
+
+def parse_deadline(model: "Model", max_bytes: str) -> int:
+    """The bytes that a token may read; refuses a model that reads nothing."""
+    from raytraced.models.gpt import GPT
+    from raytraced.store.reader import parse_size
+
+    if not isinstance(model, GPT):
+        raise ValueError(
+            f"max_bytes={max_bytes}: is for models loaded from a store whose paths depend on the token alone; leave it out"
+        )
+    return parse_size("max_bytes", max_bytes)
 
 
 def open_model(

@@ -17,7 +17,7 @@ from raytraced.training.world import World
 
 MACS = ("total", "input", "routing", "experts", "head")
 
-SINGLE = {"routes", "max_experts", "confidence", "stop", "experts", "effort"}
+SINGLE = {"routes", "max_experts", "confidence", "stop", "experts", "effort", "max_bytes"}
 """options that ask for one answer"""
 Answers = list[tuple[Output, SampleCost | None]]
 """outputs for a batch with their costs or None: one, or those with at most 0, 1, … experts"""
