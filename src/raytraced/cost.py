@@ -18,10 +18,10 @@ class SampleCost(NamedTuple):
 
     experts: Tensor  # number of expert runs
     parameters: Tensor  # number of parameters used
-    input_macs: Tensor
-    routing_macs: Tensor
-    expert_macs: Tensor
-    head_macs: Tensor
+    input_macs: Tensor  # multiply-adds of the input block; of a decoder, of attention
+    routing_macs: Tensor  # multiply-adds of the routing
+    expert_macs: Tensor  # multiply-adds of the experts that ran
+    head_macs: Tensor  # multiply-adds of the output layer
 
     @property
     def macs(self) -> Tensor:
@@ -34,11 +34,11 @@ class ModelCost:
     """The size of a model, and its mean cost per sample."""
 
     parameters: int  # of the whole model
-    used_parameters: float
+    used_parameters: float  # number that an answer used
     experts: float  # number of expert runs
     macs: float  # multiply-adds in all
-    routing_macs: float
-    expert_macs: float
+    routing_macs: float  # of these, those of the routing
+    expert_macs: float  # of these, those of the experts
 
 
 def sample_cost(model: Model, inputs: Tensor, out: Output, mask: Tensor | None = None) -> SampleCost:

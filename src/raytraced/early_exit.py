@@ -114,27 +114,44 @@ class ExitPolicy:
             check_confidence(self.confidence)
 
     def threshold(self, number: int) -> float | None:
-        """The confidence at which a sample leaves at the exit with this number; None where there is no threshold."""
+        """The confidence at which a sample leaves at an exit.
+
+        Args:
+            number: Number of the exit, from 0.
+
+        Returns:
+            The threshold; None where there is none.
+        """
         if self.confidence is None:
             return None
         thresholds = check_confidence(self.confidence)
         return thresholds[min(number, len(thresholds) - 1)]
 
     def leaves(self, step: "WalkStep[Any]") -> Tensor:
-        """Which rows of an exit leave (n,), where all rows share this policy and the exits end at its budget."""
+        """Which rows of an exit leave, where all rows share this policy and the exits end at its budget.
+
+        Args:
+            step: The exit.
+
+        Returns:
+            (n,), True where a row leaves.
+        """
         (out, ended_n), threshold = step.exit, self.threshold(step.number)
         if self.deadline is not None and step.next_end > self.deadline:
             return torch.ones_like(ended_n)
         return ended_n if threshold is None else ended_n | ~(confidences(out.logits) < threshold)
 
     def stop_reason(self, step: "WalkStep[Any]", confidence: float, num_experts: int, ended: bool) -> StopReason | None:
-        """Why one row of an exit leaves, None if it continues: for rows that have policies of their own.
+        """Why one row of an exit leaves: for rows that have policies of their own.
 
         Args:
             step: The exit.
             confidence: The row's largest class probability.
             num_experts: How many experts are active for it.
             ended: Whether every later exit would give the same answer.
+
+        Returns:
+            "confidence", "budget", "end" or "deadline"; None if the row continues.
         """
         threshold = self.threshold(step.number)
         if threshold is not None and not confidence < threshold:

@@ -53,11 +53,28 @@ class MLPExperts(nn.Module):
             nn.init.uniform_(bias, -bound, bound)
 
     def run_layer(self, layer: int, hidden_BD: Tensor) -> Tensor:
-        """All experts of a layer on all rows (B, N, D)."""
+        """Run all experts of a layer on all rows.
+
+        Args:
+            layer: Number of the layer, from 0.
+            hidden_BD: Input vectors (B, D).
+
+        Returns:
+            The output of each expert (B, N, D).
+        """
         return _run_mlps([weight[layer] for weight in self.weights], [bias[layer] for bias in self.biases], hidden_BD)
 
     def run_expert(self, layer: int, expert: int, hidden_nD: Tensor) -> Tensor:
-        """One expert on its rows (n, D)."""
+        """Run one expert on its rows.
+
+        Args:
+            layer: Number of the layer, from 0.
+            expert: Number of the expert in its layer, from 0.
+            hidden_nD: Input vectors (n, D).
+
+        Returns:
+            Output vectors (n, D).
+        """
         for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             hidden_nD = F.linear(F.relu(hidden_nD) if index else hidden_nD, weight[layer, expert], bias[layer, expert])
         return hidden_nD

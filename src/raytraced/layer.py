@@ -27,7 +27,7 @@ class LayerOutput(NamedTuple):
     """What every routed layer returns."""
 
     hidden: Tensor  # (..., D), the updated vectors
-    route: Route
+    route: Route  # which experts ran, with the leading shape (...)
     loss: Tensor | None = None  # the router's own loss, weighted
     policy_loss_fn: Callable[[Tensor], Tensor] | None = None  # loss of each row (B,) -> loss of the router's decisions
     residual: Tensor | None = None  # (..., D), the input that a residual stream added the experts' outputs to
@@ -135,7 +135,15 @@ class RoutedLayer(nn.Module):
         return hidden_BD if kept_n is None else hidden_BD[kept_n], call, put_back
 
     def run(self, hidden_BD: Tensor, call: Call) -> LayerOutput:
-        """Rows (B, D) through the grid: all steps at once where the router plans ahead, else step by step."""
+        """Run rows through the grid: all steps at once where the router plans ahead, else step by step.
+
+        Args:
+            hidden_BD: The layer's input (B, D).
+            call: Options of the call.
+
+        Returns:
+            LayerOutput of these rows.
+        """
         plan = self.router.plan(hidden_BD, call)
         if plan is not None:
             check_followed(call.route, plan.active, type(self.router).__name__)
@@ -168,21 +176,54 @@ class RoutedLayer(nn.Module):
         return LayerOutput(answer[-1], route, loss, policy_loss_fn, residual, answer)
 
     def run_step(self, layer: Any, hidden_nD: Tensor, active_nN: Tensor, weights_nN: Tensor) -> Tensor:
-        """The weighted sum of one layer's active experts (n, D); `layer` is one of `kernels.unstacked`."""
+        """Run one layer's active experts.
+
+        Args:
+            layer: One of `kernels.unstacked`.
+            hidden_nD: The layer's input (n, D).
+            active_nN: Not 0 where an expert runs (n, N).
+            weights_nN: Factor of each expert's output (n, N).
+
+        Returns:
+            The weighted sum of the experts' outputs (n, D).
+        """
         return run_step(layer, hidden_nD, active_nN, weights_nN)
 
     def exits(self, hidden_BD: Tensor, call: Call) -> "LayerExits":
-        """The layer's answers after no step, after the first, the second, …, for rows (B, D) that may leave on the way."""
+        """The layer's answers after no step, after the first, the second, …, for rows that may leave on the way.
+
+        Args:
+            hidden_BD: The layer's input (B, D).
+            call: Options of the call.
+
+        Returns:
+            LayerExits, whose `current` holds the newest answer and whose `advance` runs the next step.
+        """
         self.check(hidden_BD)
         check_generator(call.generator)
         return LayerExits(self, hidden_BD, call._replace(stop=flat_stop(call.stop, hidden_BD.shape[:1])))
 
     def read_out(self, hidden: Tensor) -> Tensor:
-        """The vectors that whatever follows the layer gets, from those of the stream (..., D)."""
+        """Turn the vectors of the stream into those that whatever follows the layer gets; here they are the same.
+
+        Args:
+            hidden: Vectors of the stream (..., D).
+
+        Returns:
+            The layer's output vectors (..., D).
+        """
         return hidden
 
     def cost(self, route: Route, num_steps: Tensor | None = None) -> dict[str, Cost]:
-        """The cost of routing, for `num_steps` steps or for all, and of the experts that ran, for each vector."""
+        """Count what each vector cost.
+
+        Args:
+            route: The route that the layer returned.
+            num_steps: How many steps each vector was routed for (...). Default: all.
+
+        Returns:
+            Cost of "routing", and of the "experts" that ran.
+        """
         active = route.active.detach()
         # An expert that runs in two rounds has its parameters once.
         used = active.unflatten(-2, (-1, self.router.num_rounds)).amax(-2).sum((-1, -2)).long()

@@ -32,6 +32,7 @@ class Plugin(NamedTuple):
     kind: str
     """router, task, dataset or kernel"""
     name: str
+    """by which it is asked for"""
     origin: str
     """what a user needs to have it: "package NAME VERSION", "file NAME" or "code", of a running program"""
     load: Callable[[], Any]

@@ -19,8 +19,8 @@ from raytraced.sequence import Route, Select, StopPerRow
 class Cost(NamedTuple):
     """Multiply-adds and parameters that a part of a model used, per sample (B,) or the same for every sample."""
 
-    macs: Tensor | int
-    parameters: Tensor | int
+    macs: Tensor | int  # multiply-adds
+    parameters: Tensor | int  # number of parameters
 
 
 class Choice(NamedTuple):
@@ -155,7 +155,14 @@ class Router(nn.Module):
         return type(self).plan is not Router.plan
 
     def alike(self, call: Call) -> bool:
-        """Whether equal vectors get equal plans in one call, so that a plan can be made once and looked up."""
+        """Whether equal vectors get equal plans in one call, so that a plan can be made once and looked up.
+
+        Args:
+            call: Options of the call.
+
+        Returns:
+            Whether they do; False unless a router overrides this.
+        """
         return False
 
     def route(self, step: int, hidden_BD: Tensor, draws: Draws) -> Choice:
@@ -178,11 +185,22 @@ class Router(nn.Module):
             decisions: `Choice.decision` of every step that has one.
             num_active_B: How many experts ran for each row (B,).
             losses_B: The loss of each row that the decisions led to (B,).
+
+        Returns:
+            The loss, a scalar; it is added to the loss of training.
         """
         raise NotImplementedError(f"{type(self).__name__}: makes decisions, so it needs `policy_loss`")
 
     def gate_logits(self, step: int, hidden_BD: Tensor) -> Tensor:
-        """The logits of a step's gate (B, outlets), at least in float32."""
+        """Evaluate the linear gate of a step.
+
+        Args:
+            step: Number of the step, 0 … S − 1.
+            hidden_BD: The hidden vectors that reach the step (B, D).
+
+        Returns:
+            The logits (B, num_outlets), at least in float32.
+        """
         logits_BN: Tensor = self.gates[step](hidden_BD)
         return logits_BN.to(torch.promote_types(logits_BN.dtype, torch.float32))
 
@@ -194,7 +212,15 @@ class Router(nn.Module):
         return Cost(weight.numel(), weight.numel() + sum(parameter.numel() for parameter in rest))
 
     def cost(self, route: Route, num_steps: Tensor | None = None) -> Cost:
-        """The cost of choosing for each sample: all steps, or the first `num_steps` (B,)."""
+        """The cost of choosing, for each sample.
+
+        Args:
+            route: The route of the layer.
+            num_steps: Count the first so many steps only (B,). Default: all steps.
+
+        Returns:
+            Cost, per sample or the same for all.
+        """
         steps = self.num_steps if num_steps is None else num_steps
         return Cost(*(part * steps for part in self.step_cost()))
 

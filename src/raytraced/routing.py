@@ -141,7 +141,14 @@ class RoutingNetwork(nn.Module):
         return [found[name] if name in found else getattr(self, name) for name in names]  # type: ignore[misc]
 
     def gate_weight(self, layer: int) -> Tensor:
-        """The weights of all gates of one layer (N, O, K)."""
+        """The weights of all gates of one layer.
+
+        Args:
+            layer: Number of the layer, 0 … L − 2.
+
+        Returns:
+            Weights (N, O, K): from K inputs of each of N nodes to O outlets.
+        """
         if layer == 0:
             assert self.gate_first is not None
             return self.gate_first[:, :, None]

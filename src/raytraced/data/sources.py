@@ -36,25 +36,34 @@ class Source(Protocol):
     """A place that carries original files; its `str()` names it in messages."""
 
     def fetch(self, file_names: frozenset[str], folder: Path, report: ReportProgress) -> Files:
-        """Return the files of these names, with a folder to work in; every failure is a ValueError or an OSError."""
+        """Get original files; every failure is a ValueError or an OSError.
+
+        Args:
+            file_names: Names of the files.
+            folder: A folder to work in.
+            report: Called with the bytes so far, and with the bytes in all if they are known.
+
+        Returns:
+            The content of each file by its name.
+        """
 
 
 class ArrayInfo(NamedTuple):
     """Shape and SHA-256 of one decoded uint8 array; any source that gives these bytes can be trusted."""
 
-    shape: tuple[int, ...]
-    sha256: str
+    shape: tuple[int, ...]  # of the array
+    sha256: str  # of its bytes, hexadecimal
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublicSet:
     """One public data set: its arrays, its original files and how they are decoded, and where they may be found."""
 
-    name: str
-    arrays: dict[str, ArrayInfo]
+    name: str  # by which it is asked for, and the name of its file in the cache
+    arrays: dict[str, ArrayInfo]  # shape and checksum of each decoded array, by name
     file_names: frozenset[str]  # every file name that `decode` may use
     decode: Callable[[Files], Arrays]  # a file that is wrong is a ValueError, one that is missing a KeyError
-    sources: tuple[Source, ...]
+    sources: tuple[Source, ...]  # places to get the files from, the first to be tried first
     folders: tuple[str, ...]  # places in a user's folder where original files may be
     archives: tuple[str, ...] = ()  # what may be there instead of the files
 
@@ -67,8 +76,8 @@ class PublicSet:
 class Entry(NamedTuple):
     """A line of a catalog: what a name stands for, and the public sets to get for it (none if the package has it)."""
 
-    contents: str
-    parts: tuple[PublicSet, ...]
+    contents: str  # what the data are, in a few words
+    parts: tuple[PublicSet, ...]  # the public sets to get
 
 
 @dataclass(frozen=True)

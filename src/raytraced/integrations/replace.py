@@ -34,7 +34,15 @@ class HiddenOnly(nn.Module):
         self.layer, self.update = layer, update
 
     def forward(self, hidden: Tensor, **options: Any) -> Tensor:
-        """Run the layer; vectors (..., D) -> vectors (..., D)."""
+        """Run the layer.
+
+        Args:
+            hidden: Vectors (..., D).
+            **options: Options of the layer's call.
+
+        Returns:
+            Vectors (..., D).
+        """
         out: LayerOutput = self.layer(hidden, **options)
         return out.update if self.update else out.hidden
 

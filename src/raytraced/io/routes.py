@@ -32,12 +32,19 @@ ROUTES_FORMAT = "raytraced-routes-1"
 class SavedRoutes(NamedTuple):
     """Routes of the samples of a split."""
 
-    active: Tensor  # (n, S, N) or (n, T, S, N), bool
-    nodes: Tensor | None  # (n, order) or (n, T, order)
-    about: dict[str, Any]
+    active: Tensor  # (n, S, N) or (n, T, S, N), bool: S steps, N experts per layer
+    nodes: Tensor | None  # (n, order) or (n, T, order), in order of activation, padded with −1; None: no order
+    about: dict[str, Any]  # the model, the data set and the split that they belong to
 
     def of(self, rows: Tensor) -> Route:
-        """The route of some samples, by their positions in the split (B,)."""
+        """The route of some samples.
+
+        Args:
+            rows: Positions of the samples in the split (B,).
+
+        Returns:
+            Route with `active`, `nodes` and `num_active`, on the device of `rows`; it has no rates.
+        """
         active = self.active[rows.to(self.active.device)].to(rows.device)
         nodes = None if self.nodes is None else self.nodes[rows.to(self.nodes.device)].to(rows.device)
         return Route(active, nodes, active.flatten(-2).sum(-1), None)

@@ -67,12 +67,17 @@ class Implementation(Generic[P, R]):
 class Explanation(NamedTuple):
     """Which implementation takes some arguments, and why those before it do not."""
 
-    name: str
-    reason: str
+    name: str  # of the implementation that runs
+    reason: str  # why those before it do not
 
 
 class Operation(Generic[P, R]):
-    """Called like a function: runs the first implementation that has no better one and is able to take the arguments."""
+    """Called like a function: runs the first implementation that has no better one and is able to take the arguments.
+
+    Args:
+        name: The name by which `use` knows it.
+        *implementations: Ways to run it, the preferred one first; the last one takes all arguments.
+    """
 
     def __init__(self, name: str, *implementations: Implementation[P, R]) -> None:
         self.name, self.implementations = name, implementations
@@ -165,7 +170,15 @@ def _check(name: str, word: str, kernels: "dict[str, Operation[Any, Any]]") -> N
 
 @contextmanager
 def use(word: str = "", **each: str) -> Iterator[None]:
-    """Force implementations by name or kind: use("plain") for all operations, use(experts="sparse") for one."""
+    """Force implementations inside a `with` block: use("plain") for all operations, use(experts="sparse") for one.
+
+    Args:
+        word: Name or kind of an implementation, for all operations; "": each chooses for itself.
+        **each: Name or kind of an implementation by the name of an operation.
+
+    Returns:
+        A context manager.
+    """
     _read_switch()
     _check("use", word, OPERATIONS)
     for name, value in each.items():

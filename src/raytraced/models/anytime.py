@@ -17,7 +17,7 @@ from raytraced.sequence import Select, StopPerRow
 class Step(NamedTuple):
     """The answer once every sample has run at most `budget` experts."""
 
-    budget: int
+    budget: int  # the most experts that a sample has run
     logits: Tensor  # (B, Y) or (B, T, Y)
     num_active: Tensor  # (B,) or (B, T): below `budget` where the sequence had already ended
 

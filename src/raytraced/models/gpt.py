@@ -140,15 +140,24 @@ class GPT(Model):
         read_budgets: list[ByteBudget] | None = None,
         max_ms: float | None = None,
     ) -> Output:
-        """Tokens (B, T) -> the logits (B, T, V) of the token after each; with a cache they follow the tokens it holds.
+        """Compute the logits of the token after each token; with a cache, tokens follow those that it holds.
 
         With `TextCaches`, each text has a length of its own, T is 1, and no text has an effect on another where the layer
         computes rows independently.
 
-        In place of tokens their embeddings (B, T, D) may be given. A mask (B, S) covers all tokens, those of the cache first.
-        With `max_bytes` a token runs the experts that are in memory and the first of the others, by rank, that so many bytes
-        hold; `read_budgets`, one per text, know what the tokens before read. With `max_ms`, experts that have not arrived so
-        many milliseconds after the call are left out; they are read in the order of rank.
+        Args:
+            encoded: Tokens (B, T), or their embeddings (B, T, D).
+            call: Options of the call.
+            mask: (B, S), bool; False where there is padding. It covers all tokens, those of the cache first.
+            sample_loss_fn: In training: logits -> loss of each text (B,).
+            cache: Keys and values of the tokens before, to which those of these tokens are added. Default: none.
+            max_bytes: A token runs the experts that are in memory, and the first of the others, by rank, that so many bytes
+                hold.
+            read_budgets: With `max_bytes`, one per text: what the tokens before read. Default: fresh ones.
+            max_ms: Experts that have not arrived so many milliseconds after the call are left out; they are read by rank.
+
+        Returns:
+            Output with `logits` (B, T, V) and one route, whose leading shape is (B, T).
         """
         limit = None if max_ms is None else time_limit(self, max_ms)
         rule = "must be False (exit_loss 0): a block's output is the next block's input, not an answer"
@@ -165,9 +174,9 @@ class GPT(Model):
         call = call._replace(rows=rows_B[:, None] * self.context + positions, stop=stop)
         experts = ExpertPass(self.layer, call, None if mask is None else mask[:, start:])
         mask_BTS = causal_mask(positions_T, start, mask)
-        x_BTD = self.embed(encoded) * self.embedding.embedding_dim**0.5
+        x_BTD = self._embed(encoded) * self.embedding.embedding_dim**0.5
         if self.path_follows_token:
-            experts.plan = self.plan_tokens(experts.flat(encoded), experts.call)
+            experts.plan = self._plan_tokens(experts.flat(encoded), experts.call)
         if max_bytes is not None:
             read_budgets = read_budgets or byte_budgets(self, max_bytes, len(encoded))
             texts_BT = torch.arange(len(encoded))[:, None].expand(encoded.shape[:2])
@@ -207,7 +216,7 @@ class GPT(Model):
         require(not asked or cache is None, "cache", type(cache).__name__, rule)
         return asked
 
-    def embed(self, tokens_BT: Tensor) -> Tensor:
+    def _embed(self, tokens_BT: Tensor) -> Tensor:
         """The embeddings of tokens (B, T, D), or the vectors that were given in their place."""
         if tokens_BT.is_floating_point():
             return tokens_BT
@@ -222,7 +231,7 @@ class GPT(Model):
         """Whether a token's path through all blocks depends on the token alone."""
         return self.routing_input in ("token", "embedding")
 
-    def plan_tokens(self, tokens_n: Tensor, call: Call) -> Choice:
+    def _plan_tokens(self, tokens_n: Tensor, call: Call) -> Choice:
         """The paths of tokens (n,), or of embeddings (n, D) given in their place, before any block runs."""
         router = self.layer.router
         if tokens_n.is_floating_point():
@@ -235,24 +244,24 @@ class GPT(Model):
             if len(tokens_n) < self.vocab_size:
                 plan = router.plan(self.routing_vectors(tokens_n), call)
             else:  # each word once
-                plan = choose_rows(self.plan_vocabulary(call), tokens_n)
+                plan = choose_rows(self._plan_vocabulary(call), tokens_n)
         else:
-            parameters = [*router.parameters(), *router.buffers(), self.routing_weight]
+            parameters = [*router.parameters(), *router.buffers(), self._routing_weight]
             key = call.max_experts, call.stop
-            table = self.path_tables.find(parameters, key, lambda: self.plan_vocabulary(call))
+            table = self.path_tables.find(parameters, key, lambda: self._plan_vocabulary(call))
             plan = choose_rows(table, tokens_n)
         assert plan is not None  # of a router that plans
         return plan
 
-    def plan_vocabulary(self, call: Call) -> Choice:
+    def _plan_vocabulary(self, call: Call) -> Choice:
         """The paths of all words of the vocabulary."""
-        words_V = torch.arange(self.vocab_size, device=self.routing_weight.device)
+        words_V = torch.arange(self.vocab_size, device=self._routing_weight.device)
         plan = self.layer.router.plan(self.routing_vectors(words_V), call._replace(rows=None))
         assert plan is not None
         return plan
 
     @property
-    def routing_weight(self) -> Tensor:
+    def _routing_weight(self) -> Tensor:
         """The embedding by which paths are planned (V, R)."""
         return (self.embedding if self.routing_embedding is None else self.routing_embedding).weight
 
@@ -274,7 +283,7 @@ class GPT(Model):
         if self.routing_embedding is not None:
             vectors_nR: Tensor = self.routing_embedding(tokens_n)
             return vectors_nR
-        return self.embed(tokens_n) * self.embedding.embedding_dim**0.5
+        return self._embed(tokens_n) * self.embedding.embedding_dim**0.5
 
     @torch.no_grad()
     def plan(
@@ -309,7 +318,7 @@ class GPT(Model):
 
     def describe(self, tokens: Tensor, call: Call) -> Paths:
         """The paths of tokens (...) that are known to be words of the vocabulary."""
-        choice = self.plan_tokens(tokens.flatten(), call)
+        choice = self._plan_tokens(tokens.flatten(), call)
         return describe_paths(choice, kernels.expert_macs(self.layer.experts, self.layer.dim), tokens.shape)
 
     def paths(

@@ -31,7 +31,7 @@ class Output(NamedTuple):
     """A model's answer, and the route of every routed layer."""
 
     logits: Tensor  # (B, Y) or (B, T, Y)
-    routes: tuple[Route, ...]
+    routes: tuple[Route, ...]  # one per routed layer
     loss: Tensor | None = None  # the model's own loss, weighted, the mean over samples
     answers: tuple["Output", ...] = ()  # one for each of `budgets`, with at most that many experts
     exits: Tensor | None = None  # (S + 1, B, Y), the logits after 0, 1, … S steps, if asked for; the last are `logits`
@@ -133,7 +133,14 @@ class Model(nn.Module):
         return answer._replace(answers=tuple(self.answer(encoded, each, mask) for each in early))
 
     def resolve_budget(self, stop: StopPerRow | None, experts: float | None, effort: float | None) -> StopPerRow | None:
-        """The `stop` of a call: as given, or from the table in the card where `experts` or `effort` is given."""
+        """The `stop` of a call: as given, or from the table in the card where `experts` or `effort` is given.
+
+        Args:
+            stop, experts, effort: As for `forward`; at most one of them.
+
+        Returns:
+            The factor of the output node's rate; None: the layers' own.
+        """
         if experts is None and effort is None:
             return stop
         option, value = ("experts", experts) if experts is not None else ("effort", effort)
@@ -149,13 +156,30 @@ class Model(nn.Module):
         return given[0]
 
     def encode(self, inputs: Tensor) -> Tensor:
-        """The part of the computation that all answers to an input share: hidden vectors, or the inputs themselves."""
+        """The part of the computation that all answers to an input share.
+
+        Args:
+            inputs: As for `forward`.
+
+        Returns:
+            Hidden vectors, or the inputs themselves.
+        """
         return inputs
 
     def answer(
         self, encoded: Tensor, call: Call, mask: Tensor | None = None, sample_loss_fn: SampleLossFn | None = None
     ) -> Output:
-        """One answer to encoded inputs."""
+        """Compute one answer to encoded inputs.
+
+        Args:
+            encoded: What `encode` returned.
+            call: Options of the call.
+            mask: (B,) or (B, T), bool; False where there is padding.
+            sample_loss_fn: In training: logits -> loss of each sample (B,).
+
+        Returns:
+            Output with `logits` and `routes`.
+        """
         raise NotImplementedError
 
     def _exit_early(
@@ -214,18 +238,40 @@ class Model(nn.Module):
             exit_every: An exit after every "layer", or after every "expert" of the activation sequence.
             select, max_experts, generator, rows, stop: As for `forward`.
             rerun: With "expert": compute every answer from the start, so that it equals `max_experts=k` bit for bit.
+
+        Returns:
+            Exits, whose `current` holds the newest answer and whose `advance` computes the next one.
         """
         call = Call(select, max_experts, generator, rows, stop=stop)
         return self.exits_of(self.encode(inputs), exit_every, call, rerun)
 
     def exits_of(self, encoded: Tensor, exit_every: ExitEvery, call: Call, rerun: bool = False) -> Exits[Output]:
-        """The same for inputs that are encoded already."""
+        """The answers on the way for inputs that are encoded already.
+
+        Args:
+            encoded: What `encode` returned.
+            exit_every, rerun: As for `exits`.
+            call: Options of the call.
+
+        Returns:
+            Exits, as from `exits`.
+        """
         raise ValueError(f"{self.name}: has one answer only; early exit needs a model with several")
 
     def budget_exits(
         self, inputs: Tensor, max_experts: int | None = None, *, generator: RandomSource = None, **options: Any
     ) -> BudgetExits[Output]:
-        """The answers with at most 0, 1, 2, … experts per routed layer, each computed from the start."""
+        """The answers with at most 0, 1, 2, … experts per routed layer, each computed from the start.
+
+        Args:
+            inputs: As for `forward`.
+            max_experts: The largest budget. Default: all experts.
+            generator: Source of random numbers; all answers use the same. Default: PyTorch's global generator.
+            **options: Further options of `forward`.
+
+        Returns:
+            Exits, as from `exits`.
+        """
         sizes = [layer.experts.num_layers * layer.experts.num_experts for layer in self.routed_layers()]
         limit = max(sizes) if max_experts is None else min(max_experts, max(sizes))
         replayed = ReplayedGenerator(generator)
@@ -243,6 +289,9 @@ class Model(nn.Module):
             inputs: As for `forward`.
             max_experts: The last answer is the one with this budget. Default: no limit.
             **options: `mask`, `generator`, `select`, `rows` and `stop`, as for `forward`.
+
+        Yields:
+            Output with `logits` (B, Y) or (B, T, Y).
         """
         if not self.answers_along_the_way:
             raise ValueError(f"{self.name}: has one answer only; prefixes need a model that answers along the way")
@@ -261,7 +310,15 @@ class Model(nn.Module):
         return None
 
     def cost(self, inputs: Tensor, out: Output) -> dict[str, Cost]:
-        """What each answer cost, by part: "input", "routing", "experts" and "head"."""
+        """Count what each answer cost.
+
+        Args:
+            inputs: The inputs of a call.
+            out: The output of this call.
+
+        Returns:
+            The Cost of the parts "input", "routing", "experts" and "head", by name.
+        """
         raise NotImplementedError
 
     @property

@@ -40,7 +40,9 @@ class ModelInfo:
     reference: str
     """in full in docs/guides/models.md"""
     adaptive: bool = False
+    """whether the number of experts differs between inputs"""
     anytime: bool = False
+    """whether it has an answer after each step or expert"""
     recipe: dict[str, Any] = field(default_factory=dict)
     """more defaults, which hold in every family"""
     model: str | None = None
@@ -204,7 +206,15 @@ def _spell_out(options: dict[str, Any], model: "Model") -> dict[str, Any]:
 
 
 def complete_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """All options of a model's layer, checked; defaults are spelled out, so that they keep their meaning."""
+    """All options of a model's layer, checked; defaults are spelled out, so that they keep their meaning.
+
+    Args:
+        name: Name of the model.
+        options: Options that differ from the defaults.
+
+    Returns:
+        The value of each option by name.
+    """
     family, info = find_model(name)
     _, known = _layer(info.layer)
     made = _model_class(family, info)

@@ -306,7 +306,7 @@ class RaytracedExperts(Fusable, RoutedLayer):
     def run(self, hidden_BD: Tensor, call: Call) -> LayerOutput:
         router: RaytracedRouter = _member(self, "router")
         if torch.is_grad_enabled() and router.config.mask_gradient == "all":
-            return self.run_all(hidden_BD, call)
+            return self._run_all(hidden_BD, call)
         if not (self.fuses and router.fuses):
             return super().run(hidden_BD, call)
         if call.route is not None:
@@ -320,7 +320,7 @@ class RaytracedExperts(Fusable, RoutedLayer):
         answer, route = kernels.raytrace(self.kernel_args(router), hidden_BD, exits=call.exits, **options)
         return self.output(hidden_BD, answer, route)
 
-    def run_all(self, hidden_BD: Tensor, call: Call) -> LayerOutput:
+    def _run_all(self, hidden_BD: Tensor, call: Call) -> LayerOutput:
         """Run every expert on every row: the gradient of an inactive expert's mask is what the expert would give."""
         plan = self.router.plan(hidden_BD, call)
         assert plan.route is not None

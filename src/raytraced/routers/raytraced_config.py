@@ -74,7 +74,15 @@ class RaytracedConfig:
             object.__setattr__(self, "stop_range", check_stop_range(self.stop_range))
 
     def for_grid(self, num_layers: int, num_experts: int) -> "RaytracedConfig":
-        """The same options for one grid, with "auto" replaced by the weighting that it stands for there."""
+        """The same options for one grid, with "auto" replaced by the weighting that it stands for there.
+
+        Args:
+            num_layers: Number of expert layers in the grid.
+            num_experts: Number of experts per layer.
+
+        Returns:
+            The options; `weighting` is not "auto".
+        """
         if self.weighting != "auto":
             return self
         # By rates that sum to one a layer's only active expert has weight 1, whatever the gates above it do. The last layer

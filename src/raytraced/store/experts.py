@@ -46,10 +46,13 @@ class StoredExperts(nn.Module):
         return [StoredLayer(self, layer) for layer in range(self.num_layers)]
 
     def order(self, active: Tensor) -> list[int]:
-        """The experts that some rows need, numbered as in the pool, in the order of layers.
+        """The experts that some rows need.
 
         Args:
             active: (..., L, N), not 0 where an expert runs.
+
+        Returns:
+            Their numbers in the pool, in the order of layers.
         """
         needed_LN = active.detach().reshape(-1, self.num_layers, self.num_experts).ne(0).any(0)
         return [self.first + node for node in needed_LN.flatten().nonzero()[:, 0].tolist()]
@@ -67,9 +70,14 @@ class StoredExperts(nn.Module):
 
     @contextmanager
     def reading(self, active: Tensor, order: list[int] | None = None) -> Iterator[None]:
-        """Read the experts of some rows (..., L, N) ahead of the layers that this thread runs inside the block.
+        """Read the experts of some rows ahead of the layers that this thread runs inside the block.
 
-        They are read in the order of layers, or in the order that is given, numbered as in the pool.
+        Args:
+            active: (..., L, N), not 0 where an expert runs.
+            order: Numbers in the pool, in the order in which to read. Default: the order of layers.
+
+        Returns:
+            A context manager.
         """
         order = self.order(active) if order is None else order
         if self.plan is not None and self.plan.covers(order):  # they are on their way
@@ -80,7 +88,14 @@ class StoredExperts(nn.Module):
 
     @contextmanager
     def following(self, plan: ReadPlan | None) -> Iterator[None]:
-        """Follow a plan while this thread runs layers inside the block, and close it at the end; None: no plan."""
+        """Follow a plan while this thread runs layers inside the block, and close it at the end.
+
+        Args:
+            plan: What `expect` returned; None: no plan.
+
+        Returns:
+            A context manager.
+        """
         if plan is None:
             yield
             return
@@ -99,7 +114,14 @@ class StoredExperts(nn.Module):
 
     @contextmanager
     def within(self, limit: TimeLimit | None) -> Iterator[None]:
-        """Leave out what does not arrive in time while this thread runs layers inside the block; None: wait for all."""
+        """Leave out what does not arrive in time while this thread runs layers inside the block.
+
+        Args:
+            limit: When to stop waiting; None: wait for all.
+
+        Returns:
+            A context manager.
+        """
         before = self.limit
         self._call.limit = limit
         try:
@@ -125,11 +147,28 @@ class StoredExperts(nn.Module):
         return ready
 
     def run_layer(self, layer: int, hidden_BD: Tensor) -> Tensor:
-        """All experts of a layer on all rows (B, N, D)."""
+        """Run all experts of a layer on all rows.
+
+        Args:
+            layer: Number of the layer, from 0.
+            hidden_BD: Input vectors (B, D).
+
+        Returns:
+            The output of each expert (B, N, D).
+        """
         return torch.stack([self.run_expert(layer, expert, hidden_BD) for expert in range(self.num_experts)], 1)
 
     def run_expert(self, layer: int, expert: int, hidden_nD: Tensor) -> Tensor:
-        """One expert on its rows (n, D); zeros if it does not arrive in time."""
+        """Run one expert on its rows.
+
+        Args:
+            layer: Number of the layer, from 0.
+            expert: Number of the expert in its layer, from 0.
+            hidden_nD: Input vectors (n, D).
+
+        Returns:
+            Output vectors (n, D); zeros if the expert does not arrive in time.
+        """
         self.check(hidden_nD)
         number = self.first + layer * self.num_experts + expert
         ready = self.acquire([number], self.plan)

@@ -94,10 +94,25 @@ class Loader(ABC, Generic[S]):
 
     @abstractmethod
     def batches(self, epoch: int, numbers: range) -> Iterator[Batch]:
-        """This rank's slices of the batches of an epoch with these numbers."""
+        """This rank's slices of some batches of an epoch.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            numbers: Numbers of the batches.
+
+        Yields:
+            Batches, in this order.
+        """
 
     def rows(self, number: int) -> slice:
-        """This rank's rows of a global batch."""
+        """This rank's rows of a global batch.
+
+        Args:
+            number: Number of the batch in the epoch.
+
+        Returns:
+            The slice of the global batch.
+        """
         size = min(self.batch_size, self.num_samples - number * self.batch_size)
         return slice(*(size * rank // self.world_size for rank in (self.rank, self.rank + 1)))
 
@@ -138,6 +153,7 @@ class Task(ABC, Generic[D]):
     """A kind of data: how it is loaded, how a model for it is built, and how answers are evaluated."""
 
     name: ClassVar[str]
+    """by which it is asked for; a plural, such as "images" """
     better: ClassVar[str]
     """name of the figure by which the best epoch is chosen"""
     higher: ClassVar[bool] = True
@@ -159,7 +175,14 @@ class Task(ABC, Generic[D]):
 
     @classmethod
     def takes_path(cls, path: Path) -> bool:
-        """Whether a path holds data of this task; asked of plugins only."""
+        """Whether a path holds data of this task; asked of plugins only.
+
+        Args:
+            path: A file or a folder.
+
+        Returns:
+            Whether the task can load it.
+        """
         return False
 
     @abstractmethod
@@ -176,7 +199,11 @@ class Task(ABC, Generic[D]):
         """
 
     def check_options(self, options: dict[str, Any]) -> None:
-        """Refuse --data_options with an unknown name or of the wrong type."""
+        """Refuse --data_options with an unknown name or of the wrong type.
+
+        Args:
+            options: Values by name.
+        """
         for name, value in options.items():
             if name not in self.options:
                 known, plural = did_you_mean(name, self.options), f"{self.name.removesuffix('s')}s"
@@ -254,7 +281,11 @@ class Task(ABC, Generic[D]):
         return build(model, **spec, **options)
 
     def check_model(self, model: str) -> None:
-        """Refuse a model of another family than this task's, in one line."""
+        """Refuse a model of another family than this task's, in one line.
+
+        Args:
+            model: Name of the model.
+        """
         family, _ = find_model(model)
         if self.family not in (None, family):
             layer = model.removeprefix(f"{family}-") if family else model
@@ -281,12 +312,24 @@ class Task(ABC, Generic[D]):
         return loaded
 
     def form(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """The --data_options that a model with this spec needs, in place of those of its training."""
+        """The --data_options that a model needs, in place of those of its training.
+
+        Args:
+            spec: The spec in the model's card.
+
+        Returns:
+            Values by name; none unless a task overrides this.
+        """
         return {}
 
     @abstractmethod
     def check_fits(self, model: Model, data: D) -> None:
-        """Refuse data that does not fit a trained model, in one line."""
+        """Refuse data that does not fit a trained model, in one line.
+
+        Args:
+            model: The trained model.
+            data: The loaded data set.
+        """
 
     @abstractmethod
     def target_losses(self, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
@@ -302,11 +345,28 @@ class Task(ABC, Generic[D]):
         """
 
     def exit_target_losses(self, answers: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
-        """The loss of each target for K answers (K, …) to one batch: (K, B) or (K, B, T)."""
+        """The loss of each target for several answers to one batch.
+
+        Args:
+            answers: Logits of K answers (K, B, Y) or (K, B, T, Y).
+            batch: The targets.
+            smoothing: Label smoothing.
+
+        Returns:
+            (K, B) or (K, B, T), 0 for padding.
+        """
         return torch.stack([self.target_losses(logits, batch, smoothing) for logits in answers])
 
     def sample_losses(self, logits: Tensor, batch: Batch) -> Tensor:
-        """The loss of each sample (B,), the mean over its targets."""
+        """The loss of each sample, the mean over its targets.
+
+        Args:
+            logits: (B, Y) or (B, T, Y).
+            batch: The targets.
+
+        Returns:
+            (B,).
+        """
         losses = self.target_losses(logits, batch)
         if losses.ndim == 1:
             return losses
@@ -314,22 +374,60 @@ class Task(ABC, Generic[D]):
 
     @abstractmethod
     def sums(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Sums over the targets of a batch that training counts besides the loss, scalars by name."""
+        """Sums over the targets of a batch that training counts besides the loss.
+
+        Args:
+            logits: (B, Y) or (B, T, Y).
+            batch: The targets.
+
+        Returns:
+            Scalars by name.
+        """
 
     @abstractmethod
     def means(self, sums: dict[str, float], num_targets: float) -> dict[str, float]:
-        """The task's figures from those sums and from the sum of the loss ("loss")."""
+        """The task's figures from those sums.
+
+        Args:
+            sums: What `sums` returned, added up over batches, and the sum of the loss ("loss").
+            num_targets: Number of targets, or the sum of their sizes.
+
+        Returns:
+            Figures by name.
+        """
 
     @abstractmethod
     def columns(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Sums over the targets of each sample (B,) that evaluation needs besides loss and cost, by name."""
+        """Sums over the targets of each sample that evaluation needs besides loss and cost.
+
+        Args:
+            logits: (B, Y) or (B, T, Y).
+            batch: The targets.
+
+        Returns:
+            Columns (B,) by name.
+        """
 
     def groups(self, batch: Batch) -> Tensor:
-        """The number of each target's group, like targets; the load of experts is counted per group. Here: one group."""
+        """The group of each target; the load of experts is counted per group.
+
+        Args:
+            batch: The targets.
+
+        Returns:
+            Numbers of groups, (B,) or (B, T); here all are 0.
+        """
         return torch.zeros_like(batch.targets, dtype=torch.int64)
 
     def num_groups(self, data: D) -> int:
-        """Number of groups."""
+        """Number of groups.
+
+        Args:
+            data: The loaded data set.
+
+        Returns:
+            The number; here 1.
+        """
         return 1
 
     @abstractmethod
@@ -346,7 +444,15 @@ class Task(ABC, Generic[D]):
         """
 
     def group_rows(self, data: D, result: Any) -> list[dict[str, Any]]:
-        """The figures of an evaluation by group, one row each; none where there is one group only."""
+        """The figures of an evaluation by group.
+
+        Args:
+            data: The data set.
+            result: What the evaluation returned.
+
+        Returns:
+            One row per group; none where there is one group only.
+        """
         return []
 
     def draw(self, model: Model, data: D, folder: Path) -> None:

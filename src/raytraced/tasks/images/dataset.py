@@ -25,8 +25,8 @@ PAD = 4  # pixels added on each side before a crop back to the image's own size
 class Split:
     """Images (n, C, H, W) in uint8 and their labels (n,) in int64."""
 
-    images: Tensor
-    labels: Tensor
+    images: Tensor  # (n, C, H, W), uint8
+    labels: Tensor  # (n,), int64
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -36,9 +36,9 @@ class Split:
 class Dataset(task.Data[Split]):
     """Three splits, their classes, and the mean and deviation of each channel in training (pixels scaled to 0 … 1)."""
 
-    class_names: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    class_names: tuple[str, ...]  # in the order of the labels
+    mean: tuple[float, ...]  # of each channel
+    std: tuple[float, ...]  # standard deviation of each channel
 
     @property
     def num_classes(self) -> int:
@@ -132,7 +132,7 @@ def _split(images: NDArray[np.uint8], labels: NDArray[np.integer]) -> Split:
 class Loader(task.Loader[Split]):
     """Batches of uint8 images; with `augment` they are shifted and mirrored at random."""
 
-    augment: bool = False
+    augment: bool = False  # whether images are shifted and mirrored at random
 
     def __post_init__(self) -> None:
         super().__post_init__()
