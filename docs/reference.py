@@ -7,8 +7,10 @@ are up to date.
 
 import ast
 import inspect
+import io
 import re
 import textwrap
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,7 +20,7 @@ DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "src" / "raytraced"
 WIDTH = 100
 SECTION = re.compile(r"^(Args|Returns|Yields|Raises|Attributes|Fields|Example|Examples|Note|Shape)\b(.*):$")
-ITEM = re.compile(r"^(\*{0,2}[\w./`, *]+?)(?: \(([^()]*)\))?: +(.*)$")
+ITEM = re.compile(r"^([\w.`*]+(?:(?:, |/)[\w.`*]+)*)(?: \(([^()]*)\))?: +(.*)$")
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -122,12 +124,41 @@ PAGES = {
 }
 
 
+# Methods that the package calls on its own objects: they are not private to one file, and not for users either.
+INTERNAL = {
+    "Classifier": {"answer_of"},
+    "ExpertPool": {"slot"},
+    "GPT": {"check", "describe", "resize_routing_embedding", "routing_vectors", "train"},
+    "MLPExperts": {"stacks", "unstacked"},
+    "Model": {"fused_early_exit"},
+    "RaytracedConfig": {"register_for_auto_class"},
+    "RaytracedExperts": {"fused_early_exit", "kernel_args"},
+    "RaytracedForCausalLM": {"register_for_auto_class"},
+    "ReadPlan": {"covers", "distance", "is_past"},
+    "RoutedLayer": {"as_rows", "check", "output"},
+    "RoutingNetwork": {"check_entry", "gates"},
+    "StoredExperts": {"acquire", "check", "places", "run_from", "unstacked"},
+}
+
+
+@cache
+def source_file(module: str) -> str:
+    """The source of a module."""
+    path = PACKAGE / module.replace(".", "/")
+    return (path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py").read_text("utf-8")
+
+
+@cache
+def comments(module: str) -> dict[int, str]:
+    """The comments of a module by line."""
+    tokens = tokenize.generate_tokens(io.StringIO(source_file(module)).readline)
+    return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+
+
 @cache
 def definitions(module: str) -> dict[str, Definition]:
     """The public classes and functions of a module by name, in the order of the file."""
-    path = PACKAGE / module.replace(".", "/")
-    source = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
-    nodes = ast.parse(source.read_text(encoding="utf-8")).body
+    nodes = ast.parse(source_file(module)).body
     return {node.name: node for node in nodes if isinstance(node, Definition) and not node.name.startswith("_")}
 
 
@@ -173,15 +204,25 @@ def fields_of(node: ast.ClassDef) -> list[str]:
     return [ast.unparse(each) for each in found if not each.target.id.startswith("_")]  # type: ignore[union-attr]
 
 
-def field_docs(node: ast.ClassDef) -> list[str]:
-    """The string below a field, and the comment-like docstrings of dataclasses, as `- name: text` items."""
-    items = []
-    for field, text in zip(node.body, node.body[1:], strict=False):
+def described_fields(module: str, node: ast.ClassDef) -> dict[str, str]:
+    """What is said about the public fields of a class: the string below a field, or else the comment beside it."""
+    texts = {}
+    for field, text in zip(node.body, [*node.body[1:], None], strict=True):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
         is_text = (
             isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
         )
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
-            items += wrapped(f"**`{field.target.id}`**: {one_line(text.value.value)}")  # type: ignore[union-attr]
+        beside = comments(module).get(field.end_lineno or 0)
+        said = text.value.value if is_text else beside  # type: ignore[union-attr]
+        if said and not field.target.id.startswith("_"):
+            texts[field.target.id] = one_line(said)
+    return texts
+
+
+def field_docs(module: str, node: ast.ClassDef) -> list[str]:
+    """The fields that are described, as `- name: text` items."""
+    items = [line for name, text in described_fields(module, node).items() for line in wrapped(f"**`{name}`**: {text}")]
     return [*items, ""] if items else []
 
 
@@ -239,25 +280,34 @@ def describe(module: str, name: str) -> Iterator[str]:
     node = definitions(module)[name]
     yield from ("", f"## `raytraced.{module}.{name}`", "")
     if isinstance(node, ast.ClassDef):
-        yield from describe_class(node)
+        yield from describe_class(module, node)
     else:
         yield from described(node, node.name, skip_first=False)
 
 
-def describe_class(node: ast.ClassDef) -> Iterator[str]:
-    """A class: constructor or fields, docstring, public methods."""
+def public_methods(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The methods of a class that have a docstring and are not internal."""
     methods = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
-    made = [each for each in methods if each.name == "__init__"]
+    hidden = INTERNAL.get(node.name, set())
+    return [
+        each
+        for each in methods
+        if not each.name.startswith("_") and each.name not in hidden and ast.get_docstring(each)
+    ]
+
+
+def describe_class(module: str, node: ast.ClassDef) -> Iterator[str]:
+    """A class: constructor or fields, docstring, public methods."""
+    made = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
     head = signature(node.name, made[0].args, skip_first=True) if made else f"class {node.name}"
     fields = [] if made else fields_of(node)
     yield from ("```python", head, *(f"    {field}" for field in fields), "```", "")
     yield from prose(ast.get_docstring(node) or "")
-    yield from ("", *field_docs(node))
-    for method in methods:
-        if not method.name.startswith("_") and ast.get_docstring(method):
-            yield from ("", f"### `{node.name}.{method.name}`", "")
-            is_static = any(isinstance(each, ast.Name) and each.id == "staticmethod" for each in method.decorator_list)
-            yield from described(method, method.name, skip_first=not is_static)
+    yield from ("", *field_docs(module, node))
+    for method in public_methods(node):
+        yield from ("", f"### `{node.name}.{method.name}`", "")
+        is_static = any(isinstance(each, ast.Name) and each.id == "staticmethod" for each in method.decorator_list)
+        yield from described(method, method.name, skip_first=not is_static)
 
 
 def described(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str, skip_first: bool) -> Iterator[str]:
