@@ -758,6 +758,10 @@ def old_words(paths: Iterable[Path]) -> dict[str, list[str]]:
     return {name: sorted(set(words)) for name, words in found.items() if words and name not in WITH_OLD_WORDS}
 
 
+def test_no_message_names_an_extra_of_a_package_index():
+    assert "raytraced[" not in source_strings()  # pip would look for it on an index, which has no raytraced
+
+
 def test_old_words_are_gone_from_the_pages():
     assert not old_words(PAGES)
 

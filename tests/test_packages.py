@@ -209,6 +209,6 @@ def test_without_matplotlib_a_run_has_no_picture_and_asking_for_one_is_refused_i
     assert not list(tmp_path.rglob("*.png"))
     capsys.readouterr()
     assert main(["compare", "one", "one"]) == 2
-    message = "raytraced: pictures need matplotlib; install it with pip install 'raytraced[plots]'\n"
+    message = "raytraced: pictures need matplotlib; install it with pip install '.[plots]' in a clone of raytraced\n"
     assert capsys.readouterr().err == message
     assert not list(tmp_path.rglob("*.png"))

@@ -287,7 +287,7 @@ def peer_steps(
         for step in steps.values():
             step()
     except ImportError as error:
-        return f"not installed ({error}): pip install 'raytraced[bench]'"
+        return f"not installed ({error}): pip install '.[bench]'"
     except Exception as error:  # any exception of another library is reported in the table
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return [Contender(f"{name}, {variant}, {size}", step, experts=experts) for variant, step in steps.items()]

@@ -84,6 +84,11 @@ def with_notes(error: E, notes: Iterable[str]) -> E:
     return error
 
 
+def install_extra(extra: str) -> str:
+    """The command that installs an extra of this package: pip finds extras by name only on an index, which has no raytraced."""
+    return f"pip install '.[{extra}]' in a clone of raytraced"
+
+
 def did_you_mean(
     word: str, known: Iterable[str], otherwise: str | None = None, shown: Callable[[str], str] = str
 ) -> str:

@@ -441,4 +441,7 @@ def test_without_scikit_learn_the_extra_is_named():
     program = "import sys; sys.modules['sklearn'] = None; import raytraced.integrations.sklearn"
     done = forked.run(forked.program, program)
     last = done.stderr.splitlines()[-1]
-    assert last == "ImportError: raytraced.integrations.sklearn: needs scikit-learn; pip install 'raytraced[sklearn]'"
+    assert (
+        last
+        == "ImportError: raytraced.integrations.sklearn: needs scikit-learn; pip install '.[sklearn]' in a clone of raytraced"
+    )

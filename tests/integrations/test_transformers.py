@@ -189,6 +189,7 @@ def test_a_program_that_never_imports_raytraced_reads_the_folder_if_it_trusts_it
     assert done.stdout == "RaytracedForCausalLM gpt-mre\n", done.stderr
     code = [(tmp_path / folder / "modeling_raytraced.py").read_text() for folder in ("one", "two")]
     assert code[0] == code[1]
+    assert "pip install" not in code[0]  # whoever reads it has no clone, and pip knows no raytraced
     assert not (tmp_path / "two" / "transformers.py").exists()  # the package's own code is not copied
 
 

@@ -87,7 +87,10 @@ def test_local_folders_need_no_huggingface_hub(tmp_path):
     )
     done = forked.run(forked.program, code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "False\npush_to_hub: needs huggingface_hub for the Hub; pip install 'raytraced[hub]'\n"
+    assert (
+        done.stdout
+        == "False\npush_to_hub: needs huggingface_hub for the Hub; pip install '.[hub]' in a clone of raytraced\n"
+    )
 
 
 def head_and_text(folder):

@@ -225,7 +225,8 @@ def test_without_the_extra_one_line_says_how_to_get_it(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["serve", "mre-digits"]) == 2
     assert (
-        capsys.readouterr().err == "raytraced: serve: needs uvicorn; install it with pip install 'raytraced[serve]'\n"
+        capsys.readouterr().err
+        == "raytraced: serve: needs uvicorn; install it with pip install '.[serve]' in a clone of raytraced\n"
     )
 
 

@@ -176,7 +176,9 @@ def test_a_file_that_is_not_there_and_a_missing_package_are_one_line(words, caps
     assert capsys.readouterr().err == "raytraced: no.yaml: No such file or directory\n"
     monkeypatch.setattr("raytraced.cli.sweep.find_spec", lambda _: None)
     assert main(words) == 2
-    expected = "sweep: the package optuna is not installed; install it with pip install 'raytraced[sweep]'"
+    expected = (
+        "sweep: the package optuna is not installed; install it with pip install '.[sweep]' in a clone of raytraced"
+    )
     assert capsys.readouterr().err == f"raytraced: {expected}\n"
 
 

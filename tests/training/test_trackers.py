@@ -106,7 +106,7 @@ def test_a_tracker_changes_no_card(config, notebook):
         ("csv", "tracker=csv: no such tracker; must be one of tensorboard, wandb, trackio, mlflow"),
         (
             "wandb",
-            "tracker=wandb: the package wandb is not installed; install it with pip install 'raytraced[wandb]'",
+            "tracker=wandb: the package wandb is not installed; install it with pip install '.[wandb]' in a clone of raytraced",
         ),
     ],
 )
@@ -155,7 +155,7 @@ except KeyboardInterrupt:
 def run_with(tracker, config, **environment):
     """A run with a tracker, stopped after its first epoch and resumed; the run folder."""
     if not TRACKERS[tracker].is_installed():
-        pytest.skip(f"{tracker} is not installed: pip install 'raytraced[{tracker}]'")
+        pytest.skip(f"{tracker} is not installed: pip install '.[{tracker}]'")
     from raytraced.training.run_folder import create_run_folder
 
     run = create_run_folder(replace(config, tracker=tracker), "")

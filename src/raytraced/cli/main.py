@@ -14,7 +14,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from raytraced import __version__
 from raytraced.cli.parsing import PLUGIN_HELP, SEE_HELP, describe, make_parser, read_arguments
-from raytraced.errors import did_you_mean, printable
+from raytraced.errors import did_you_mean, install_extra, printable
 from raytraced.plugins import load_plugin
 
 
@@ -39,6 +39,7 @@ COMMANDS = {
     ),
     "predict": Command("training:predict", "predict the class of image files"),
     "generate": Command("generate:generate", "continue a text with a language model"),
+    "paths": Command("paths:paths", "print which experts each word of a language model runs, in which order"),
     "serve": Command("serve:serve", "serve models over HTTP, with deadlines, and a web page"),
     "explore": Command("explore:explore", "write a web page that runs models and shows their experts"),
     "export": Command("export:export", "export a trained classifier to ONNX or torch.export"),
@@ -122,7 +123,7 @@ def describe_mistake(error: Exception) -> str | None:
     if isinstance(error, (ValueError, OSError)):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name == "matplotlib":
-        return "pictures need matplotlib; install it with pip install 'raytraced[plots]'"
+        return f"pictures need matplotlib; install it with {install_extra('plots')}"
     words = ("allocate memory", "out of memory", "Storage size calculation overflowed", "numel: integer multiplication")
     is_out_of_memory = isinstance(error, MemoryError) or any(word in str(error) for word in words)
     return "not enough memory; make the model, the batch or the images smaller" if is_out_of_memory else None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raytraced.cli.training import find_source
-from raytraced.errors import check_threads, printable, require
+from raytraced.errors import check_threads, install_extra, printable, require
 from raytraced.models.registry import SHIPPED
 
 GRACE = 27  # seconds that the server waits for requests in progress when it shuts down
@@ -56,7 +56,7 @@ def serve(
         for package in ("fastapi", "prometheus_client", "python_multipart", "uvicorn"):
             import_module(package)
     except ImportError as error:
-        raise ValueError(f"serve: needs {error.name}; install it with pip install 'raytraced[serve]'") from None
+        raise ValueError(f"serve: needs {error.name}; install it with {install_extra('serve')}") from None
     sources = [find_source(name, runs_dir, weights) for name in models or SHIPPED]
     with open_socket(host, port) as listening:
         import torch

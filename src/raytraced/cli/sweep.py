@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
 
-from raytraced.errors import printable, require
+from raytraced.errors import install_extra, printable, require
 
 
 def sweep(
@@ -24,7 +24,7 @@ def sweep(
     from raytraced.training.sweep_file import read_sweep
 
     if find_spec("optuna") is None:
-        raise ValueError("sweep: the package optuna is not installed; install it with pip install 'raytraced[sweep]'")
+        raise ValueError(f"sweep: the package optuna is not installed; install it with {install_extra('sweep')}")
     plan = read_sweep(Path(ranges))
     require(trials is None or trials >= 1, "trials", trials, "must be at least 1")
     plan = plan if trials is None else replace(plan, trials=trials)

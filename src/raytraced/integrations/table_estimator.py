@@ -15,15 +15,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from raytraced.errors import install_extra, require
+
 try:
     from scipy import sparse
     from sklearn.base import BaseEstimator
     from sklearn.utils import check_random_state
     from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 except ImportError as error:
-    raise ImportError("raytraced.integrations.sklearn: needs scikit-learn; pip install 'raytraced[sklearn]'") from error
+    raise ImportError(f"raytraced.integrations.sklearn: needs scikit-learn; {install_extra('sklearn')}") from error
 
-from raytraced.errors import require
 from raytraced.integrations.table_rows import (
     Table,
     canonical_table,

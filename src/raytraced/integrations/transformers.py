@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raytraced.errors import printable, require
+from raytraced.errors import install_extra, printable, require
 from raytraced.files import write_file
 from raytraced.io.hub import TRANSFORMERS_NAMES, card_of, config_values, transformers_files
 from raytraced.io.saving import known_card, limit_tensors
@@ -43,7 +43,7 @@ try:
     from transformers.utils.output_capturing import capture_outputs
 except ImportError as error:
     raise ImportError(
-        "raytraced.integrations.transformers: needs transformers; pip install 'raytraced[transformers]'"
+        f"raytraced.integrations.transformers: needs transformers; {install_extra('transformers')}"
     ) from error
 
 IGNORED = -100  # label of a token without a target

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raytraced import kernels
-from raytraced.errors import require, require_one_of
+from raytraced.errors import install_extra, require, require_one_of
 from raytraced.experts import MLPExperts, run_stream, update_dense
 from raytraced.files import write_file
 from raytraced.io.onnx_graph import accept_empty_batches
@@ -258,7 +258,7 @@ def export(
         is_known = isinstance(opset, int) and opset in OPSETS
         require(is_known, "opset", repr(opset), f"must lie in {OPSETS[0]} … {OPSETS[-1]}: a loop needs that")
         missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
-        require(not missing, "format", format, f"needs {' and '.join(missing)}; pip install 'raytraced[onnx]'")
+        require(not missing, "format", format, f"needs {' and '.join(missing)}; {install_extra('onnx')}")
     graph = _graph(model, prefixes, route, stop)
     program = trace(graph, pixels)
     stated = model.card if stop is None else replace(model.card, options=model.card.options | {"stop": stop})

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from raytraced.errors import require
+from raytraced.errors import install_extra, require
 from raytraced.files import write_file
 from raytraced.io.finding import find_weights
 from raytraced.io.hub_page import run_figures, write_page
@@ -26,7 +26,7 @@ PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 REPO_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 # What transformers imports with trust_remote_code=True; without it the user imports the same classes.
 CODE = "modeling_raytraced.py"
-CODE_TEXT = """# The model is in the package raytraced: pip install 'raytraced[transformers]'
+CODE_TEXT = """# The model is in the package raytraced: install raytraced from its repository, with its extra "transformers".
 from raytraced.integrations.transformers import RaytracedConfig, RaytracedForCausalLM
 
 __all__ = ["RaytracedConfig", "RaytracedForCausalLM"]
@@ -197,7 +197,7 @@ def import_hub(asked: str) -> Any:
         import huggingface_hub
         import huggingface_hub.errors
     except ImportError as error:
-        raise ImportError(f"{asked}: needs huggingface_hub for the Hub; pip install 'raytraced[hub]'") from error
+        raise ImportError(f"{asked}: needs huggingface_hub for the Hub; {install_extra('hub')}") from error
     return huggingface_hub
 
 

@@ -1,6 +1,6 @@
 """The activation sequence on a GPU: one Triton kernel forward, one backward, only the draws kept between.
 
-triton is an extra (`pip install raytraced[gpu]`; PyTorch for CUDA brings it along) and is imported when a kernel first runs.
+triton is an extra (`pip install '.[gpu]'` in a clone; PyTorch for CUDA brings it along), imported when a kernel first runs.
 Axes: B batch, L layers, N experts per layer, O = N + 1 outlets, T steps; G programs of the backward pass.
 """
 
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from raytraced.errors import install_extra
 from raytraced.kernels import cpp_sequence
 from raytraced.kernels.cpp_function import Inputs, Outputs
 from raytraced.kernels.cpp_library import PRECISIONS, unreadable_reason
@@ -164,7 +165,7 @@ def unsupported_reason(
     if not (all([tensor.is_cuda for tensor in tensors]) or os.environ.get("TRITON_INTERPRET") == "1"):
         return "a tensor is not on a GPU"
     if not _HAS_TRITON:
-        return "triton is not installed (pip install raytraced[gpu])"
+        return f"triton is not installed ({install_extra('gpu')})"
     L, N = routing.num_layers, routing.num_experts
     if N > MAX_EXPERTS or launch(L, N).Q * launch(L, N).P > MAX_NODES:
         return f"more than {MAX_EXPERTS} experts per layer, or {MAX_NODES} nodes"

@@ -18,7 +18,7 @@ def content(tmp_path):
     same = {"the same draws": True, "rates within 1e-6": False}
     file.add("sequence", Outcome([Timings({"drawn": [0.1], "top-k": [8.0]}).row(fast, top2)], same), 1.0, 0.43)
     missing = {"what": "ours", "against": "a peer", "ratio": None}
-    note = {"note": "not installed (no module): pip install 'raytraced[bench]'"}
+    note = {"note": "not installed (no module): pip install '.[bench]'"}
     file.add("peers", Outcome([missing | note]), 1.0, None)
     file.add("memory", Outcome([{"what": "x", "against": "y", "ratio": 0.5, "mb": 2.0, "against_mb": 4.0}]), 1.0, None)
     return file.content
@@ -44,7 +44,7 @@ def test_the_report_is_written_from_the_json_alone(content, tmp_path):
 def test_a_missing_peer_stands_in_the_table_with_the_command_that_installs_it(content, tmp_path):
     report.write(content, tmp_path)
     (row,) = lines_of(tmp_path, "| peers")
-    assert row.startswith("| peers | ours | a peer | – | not installed (no module): pip install 'raytraced[bench]' |")
+    assert row.startswith("| peers | ours | a peer | – | not installed (no module): pip install '.[bench]' |")
 
 
 def test_figures_taken_on_a_loaded_machine_say_so_in_file_and_terminal(content, tmp_path):

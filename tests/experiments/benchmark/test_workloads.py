@@ -256,7 +256,7 @@ def test_a_peer_that_is_not_installed_stands_in_the_table_with_the_remedy(monkey
     for row, name in zip(rows, list(PEERS) * 2, strict=True):
         assert row["against"].startswith(name)
         assert row["note"].startswith("not installed (")
-        assert row["note"].endswith("pip install 'raytraced[bench]'")
+        assert row["note"].endswith("pip install '.[bench]'")
 
 
 def test_a_peer_counts_in_its_fastest_variant_and_one_that_fails_gives_its_reason(monkeypatch, small, bench):

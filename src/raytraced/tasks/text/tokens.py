@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from raytraced.data.cache import working_folder
 from raytraced.data.sources import say
-from raytraced.errors import printable
+from raytraced.errors import install_extra, printable
 from raytraced.io.tokenizer import byte_characters
 from raytraced.tasks.text.dataset import Text
 from raytraced.tasks.text.file_array import npy_file
@@ -35,33 +35,31 @@ def read_tokenizer(source: str) -> str:
     Returns:
         The JSON.
     """
-    definition = source
+    definition, name = source, "tokenizer"
     if not source.lstrip().startswith("{"):
         path = Path(source).expanduser()
         if not path.is_file():
             raise ValueError(
                 f"tokenizer={source}: there is no such file; give a tokenizer.json, or leave it out for bytes"
             )
-        definition = path.read_text(encoding="utf-8", errors="replace")
-    token_bytes(open_tokenizer(definition))
+        definition, name = path.read_text(encoding="utf-8", errors="replace"), f"tokenizer={source}"
+    token_bytes(open_tokenizer(definition, name), name)
     return definition
 
 
-def open_tokenizer(definition: str) -> "Tokenizer":
-    """The tokenizer of a JSON definition."""
+def open_tokenizer(definition: str, name: str = "tokenizer") -> "Tokenizer":
+    """The tokenizer of a JSON definition; an error begins with `name`."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise ValueError(
-            "tokenizer: needs the library tokenizers; install it with pip install 'raytraced[bpe]'"
-        ) from None
+        raise ValueError(f"{name}: needs the library tokenizers; install it with {install_extra('bpe')}") from None
     try:
         return Tokenizer.from_str(definition)
     except Exception as error:
-        raise ValueError(f"tokenizer: the library tokenizers cannot read it ({error})") from None
+        raise ValueError(f"{name}: the library tokenizers cannot read it ({error})") from None
 
 
-def token_bytes(tokenizer: "Tokenizer") -> list[bytes]:
+def token_bytes(tokenizer: "Tokenizer", name: str = "tokenizer") -> list[bytes]:
     """The bytes of each token (V entries); refuses a tokenizer that cannot give a text back byte by byte."""
     kind = json.loads(tokenizer.to_str())
     levels = json.dumps([kind.get("pre_tokenizer"), kind.get("decoder")])
@@ -69,7 +67,7 @@ def token_bytes(tokenizer: "Tokenizer") -> list[bytes]:
     vocabulary = {number: token for token, number in tokenizer.get_vocab().items()}
     if "ByteLevel" not in levels or kind.get("normalizer") or set(vocabulary) != set(range(num)):
         raise ValueError(
-            "tokenizer: does not fit: must be byte-level, without normalizer and with tokens numbered 0, 1, …"
+            f"{name}: does not fit: must be byte-level, without normalizer and with tokens numbered 0, 1, …"
         )
     byte_of = {character: byte for byte, character in enumerate(byte_characters())}
     special = {one["id"]: one["content"].encode() for one in kind.get("added_tokens", [])}
@@ -77,13 +75,11 @@ def token_bytes(tokenizer: "Tokenizer") -> list[bytes]:
     known = tokenizer.get_vocab()
     missing = [byte for character, byte in byte_of.items() if character not in known and byte not in single]
     if missing:
-        raise ValueError(
-            f"tokenizer: does not fit: has no token for byte {missing[0]}; train it with the whole alphabet"
-        )
+        raise ValueError(f"{name}: does not fit: has no token for byte {missing[0]}; train it with the whole alphabet")
     for number, token in vocabulary.items():
         if number not in special and (foreign := next((one for one in token if one not in byte_of), None)):
             raise ValueError(
-                f"tokenizer: does not fit: token {number} ({printable(token)}) holds the character "
+                f"{name}: does not fit: token {number} ({printable(token)}) holds the character "
                 f"{printable(foreign)!r}, which stands for no byte; train it as byte-level tokenizer"
             )
     return [

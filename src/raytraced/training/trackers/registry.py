@@ -1,6 +1,6 @@
 """The trackers by name; needs none of their libraries."""
 
-from raytraced.errors import did_you_mean
+from raytraced.errors import did_you_mean, install_extra
 from raytraced.training.callbacks import Reporter
 from raytraced.training.trackers.mlflow import MLflowTracker
 from raytraced.training.trackers.tensorboard import TensorBoardTracker
@@ -29,7 +29,7 @@ def find_trackers(names: str | None) -> list[type[Tracker]]:
         if not TRACKERS[name].is_installed():
             package = TRACKERS[name].package
             raise ValueError(
-                f"tracker={name}: the package {package} is not installed; install it with pip install 'raytraced[{name}]'"
+                f"tracker={name}: the package {package} is not installed; install it with {install_extra(name)}"
             )
     if TensorBoardTracker.name not in chosen and TensorBoardTracker.is_installed():
         chosen.insert(0, TensorBoardTracker.name)
