@@ -321,6 +321,38 @@ def test_all_outputs_are_the_default(triton_client):
     assert found.as_numpy("probabilities").shape == (1, 10)
 
 
+def test_every_model_has_version_1(triton_client):
+    given, names = [image_input(IMAGES, True)], {"model_name": "mre-mnist", "model_version": "1"}
+    assert triton_client.is_model_ready(**names)
+    assert not triton_client.is_model_ready("mre-mnis", "1")
+    found = triton_client.get_model_metadata(**names)
+    assert found == triton_client.get_model_metadata("mre-mnist")
+    assert found["versions"] == ["1"]
+    answer = triton_client.infer(**names, inputs=given, parameters={"max_experts": 3})
+    expected = triton_client.infer("mre-mnist", given, parameters={"max_experts": 3})
+    assert answer.get_response()["model_version"] == "1"
+    assert (answer.as_numpy("probabilities") == expected.as_numpy("probabilities")).all()
+    assert not triton_client.is_model_ready("mre-mnist", "2")
+    for version in ("2", "0", "latest"):
+        rule = f"model_version={version}: mre-mnist has version 1 only; leave the version out"
+        for call in (
+            lambda version=version: triton_client.infer("mre-mnist", given, model_version=version),
+            lambda version=version: triton_client.get_model_metadata("mre-mnist", version),
+        ):
+            with pytest.raises(InferenceServerException, match=rule):
+                call()
+
+
+def test_what_is_not_supported_is_refused(triton_client):
+    given = [image_input(IMAGES, True)]
+    with pytest.raises(InferenceServerException, match="/v2/models/mre-mnist/config: there is no such path"):
+        triton_client.get_model_config("mre-mnist")
+    with pytest.raises(InferenceServerException, match="content-encoding=gzip: must be identity"):
+        triton_client.infer("mre-mnist", given, request_compression_algorithm="gzip")
+    plain = triton_client.infer("mre-mnist", given, response_compression_algorithm="gzip")
+    assert plain.get_response()["model_name"] == "mre-mnist"
+
+
 def test_mistakes_are_triton_s_own_errors(triton_client, address):
     def infer(images=IMAGES, **options):
         triton_client.infer(options.pop("model", "mre-mnist"), [image_input(images, True)], **options)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, WrapValidator
 from pydantic.json_schema import models_json_schema
@@ -27,6 +27,8 @@ from raytraced.serve.models import Served
 from raytraced.serve.schemas import MAX_IMAGES, ClassifyOptions, accept_array
 
 REFERENCE = "#/components/schemas/{model}"
+VERSION = "1"  # of every model
+VERSION_PATH = "/v2/models/{name}/versions/{version}"
 HEADER_LENGTH = "Inference-Header-Content-Length"
 DATATYPES: dict[str, Any] = {"FP32": np.float32, "INT64": np.int64, "BYTES": np.object_}
 OUTPUT_TYPES = {"probabilities": "FP32", "labels": "BYTES", "experts": "INT64", "macs": "INT64", "effort": "FP32"}
@@ -71,6 +73,13 @@ def protocol_schemas() -> dict[str, Any]:
     return schemas
 
 
+def check_version(name: str, version: str) -> None:
+    """Refuse versions of models that there are not."""
+    if version != VERSION:
+        rule = f"{shorten(name)} has version {VERSION} only; leave the version out"
+        raise RefusedError(404, "model_version", f"model_version={shorten(version)}: {rule}")
+
+
 class InferenceProtocol:
     """The paths.
 
@@ -89,16 +98,18 @@ class InferenceProtocol:
         api.add_api_route("/v2", self.show_server, summary="The server", **options)
         api.add_api_route("/v2/health/live", self.live, summary="Whether the process is alive", **options)
         api.add_api_route("/v2/health/ready", self.ready, summary="Whether requests are accepted", **options)
-        api.add_api_route("/v2/models/{name}", self.show_model, summary="One classifier", **options)
-        api.add_api_route("/v2/models/{name}/ready", self.model_ready, summary="Whether it is loaded", **options)
-        api.add_api_route(
-            "/v2/models/{name}/infer",
-            self.infer,
-            methods=["POST"],
-            summary="Answers to images",
-            openapi_extra=body,
-            **options,
-        )
+        for path, more in (("/v2/models/{name}", {}), (VERSION_PATH, {"dependencies": [Depends(check_version)]})):
+            each = options | more
+            api.add_api_route(path, self.show_model, summary="One classifier", **each)
+            api.add_api_route(f"{path}/ready", self.model_ready, summary="Whether it is loaded", **each)
+            api.add_api_route(
+                f"{path}/infer",
+                self.infer,
+                methods=["POST"],
+                summary="Answers to images",
+                openapi_extra=body,
+                **each,
+            )
 
     async def show_server(self) -> Response:
         return json_response({"name": "raytraced", "version": __version__, "extensions": ["binary_tensor_data"]})
@@ -123,7 +134,7 @@ class InferenceProtocol:
             if output != "effort" or served.model.card.dial
         ]
         inputs = [{"name": "images", "datatype": "UINT8", "shape": [-1, *served.image_shape]}]
-        about = {"name": served.name, "versions": ["1"], "platform": "raytraced"}
+        about = {"name": served.name, "versions": [VERSION], "platform": "raytraced"}
         return json_response(about | {"inputs": inputs, "outputs": outputs})
 
     async def infer(self, request: Request, name: str) -> Response:
@@ -207,7 +218,7 @@ def write_response(body: InferRequest, served: Served, answers: list[AnswerField
         else:
             written["data"] = values.ravel().tolist()
         outputs.append(written)
-    fields = {"model_name": served.name, "model_version": "1", "outputs": outputs}
+    fields = {"model_name": served.name, "model_version": VERSION, "outputs": outputs}
     text = to_json(fields if body.id is None else fields | {"id": body.id})
     if not contents:
         return Response(text, media_type="application/json")
