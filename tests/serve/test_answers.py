@@ -1,11 +1,16 @@
 """An answer is a function of its own input and options alone, bit for bit, and the one that the library gives."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch import nn
 
 import raytraced
 from raytraced.cost import sample_cost
+from raytraced.models.classifier import Classifier, InputBlock
 from raytraced.serve.answering import Query, answer_queries
+from raytraced.serve.models import serve_model
 from serve.conftest import SHIPPED, some_images
 
 NUM = 24
@@ -107,6 +112,59 @@ def test_confidence_stops_where_the_library_stops(served):
         assert found["experts"] == int(out.num_experts)
         assert found["stop"] == ("confidence" if found["probability"] >= 0.7 else "end")
         assert found["probabilities"] == pytest.approx(out.logits.softmax(-1)[0].tolist(), abs=1e-5)
+
+
+class DoubledLinear(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class DoubledBlock(InputBlock):
+    def forward(self, images):
+        return 2 * super().forward(images)
+
+
+class OtherClassifier(Classifier):
+    def answer_of(self, out, sample_loss_fn=None):
+        answer = super().answer_of(out, sample_loss_fn)
+        return answer._replace(logits=2 * answer.logits)
+
+
+def doubled(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return 2 * nn.functional.linear(x, linear.weight, linear.bias)
+
+
+def replace_class(part: nn.Module, cls: type) -> None:
+    part.__class__ = cls
+
+
+CHANGES = {
+    "class of the head": lambda model: replace_class(model.head, DoubledLinear),
+    "class of the input block's layer": lambda model: replace_class(model.input_block.linear, DoubledLinear),
+    "class of the input block": lambda model: replace_class(model.input_block, DoubledBlock),
+    "class of the model": lambda model: replace_class(model, OtherClassifier),
+    "method of the head": lambda model: setattr(model.head, "forward", partial(doubled, model.head)),
+    "parametrisation": lambda model: torch.nn.utils.parametrizations.weight_norm(model.head),
+    "hook": lambda model: model.head.register_forward_hook(lambda *args: 2 * args[-1]),
+    "hook before": lambda model: model.head.register_forward_pre_hook(lambda _, args: (2 * args[0],)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_of_which_a_part_is_replaced_keeps_it_and_answers_one_image_at_a_time(change, monkeypatch):
+    model, plain = raytraced.load("mre-digits"), raytraced.load("mre-digits")
+    CHANGES[change](model)
+    monkeypatch.setattr("raytraced.serve.models.load", lambda *_, **__: model)
+    images = some_images((1, 8, 8), 5)
+    with torch.no_grad():
+        expected = torch.cat([model(image).logits for image in images.split(1)]).softmax(-1)
+        assert change == "parametrisation" or not torch.allclose(expected, plain(images).logits.softmax(-1))
+    served = serve_model("changed")
+    assert served.num_rows == 1
+    for row in range(5):
+        for options in ({}, {"confidence": 1.0}):
+            (*_, last) = ask(served, images, [row], **options)[row]
+            assert last["probabilities"] == pytest.approx(expected[row].tolist(), abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["top-k", "multi-exit"])

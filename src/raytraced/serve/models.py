@@ -18,7 +18,7 @@ from raytraced.early_exit import ExitEvery, Exits, MappedExits
 from raytraced.experts import Stream
 from raytraced.io.saving import load
 from raytraced.models.caches import multiply_apart
-from raytraced.models.classifier import Classifier
+from raytraced.models.classifier import Classifier, InputBlock
 from raytraced.models.gpt import GPT
 from raytraced.models.output import Model, Output, num_parameters
 from raytraced.router import Call
@@ -116,9 +116,11 @@ def rows_are_independent(model: Model) -> bool:
     """Whether no row has an effect on another once linear layers multiply row by row: that holds for the compiled library."""
     if not (isinstance(model, Classifier) and isinstance(model.layer, RaytracedExperts)):
         return False
-    if not (model.layer.fuses and model.layer.router.fuses):  # a subclass runs step by step
+    if not (model.fuses and model.layer.fuses and model.layer.router.fuses):  # a subclass runs step by step
         return False
     layer, router, block = model.layer, model.layer.router, model.input_block
+    if type(block) is not InputBlock or not all(type(linear) is RowLinear for linear in (block.linear, model.head)):
+        return False  # parts of a subclass may do anything
     hidden_BD = router.gate["weight"].new_zeros(FEW_ROWS, layer.dim)
     if kernels.raytrace.explain(layer.kernel_args(layer.router), hidden_BD).name != "cpp":
         return False
@@ -126,6 +128,21 @@ def rows_are_independent(model: Model) -> bool:
         return True
     pixels = hidden_BD.new_zeros(FEW_ROWS, *block.image_shape)
     return kernels.convolution.explain(pixels, list(block.weights), list(block.biases)).name == "cpp"
+
+
+def multiply_by_rows(model: Classifier) -> None:
+    """Let the linear layers before and after a classifier's routed layer multiply row by row.
+
+    A layer of another class, with a method of its own or with hooks stays as it is: such a model answers one image at a time.
+    """
+    for linear in (getattr(model.input_block, "linear", None), model.head):
+        if type(linear) is nn.Linear and "forward" not in vars(linear) and not has_hooks(linear):
+            linear.__class__ = RowLinear  # the same parameters under the same names
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something is called before or after a module's forward pass."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 @torch.no_grad()
@@ -182,8 +199,7 @@ def serve_model(source: str, name: str | None = None, memory: str | None = None)
     if not isinstance(model, GPT) and model.card.task != "images":
         raise ValueError(f"{source}: its task is {model.card.task}; the server takes models of images and of text")
     if isinstance(model, Classifier):
-        for linear in (model.input_block.linear, model.head):
-            linear.__class__ = RowLinear  # the same parameters under the same names
+        multiply_by_rows(model)
     served = Served(name, model, source)
     _ = served.labels  # so that a tokenizer that cannot be opened is refused now
     return served
