@@ -1,7 +1,7 @@
 """`raytraced export`: a trained classifier as a file for other runtimes; torch is imported only when the command runs."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from raytraced.cli.training import find_source
 from raytraced.errors import printable
@@ -41,8 +41,8 @@ def export(
     from raytraced.io.saving import load
 
     model = load(source)
-    stop = model.resolve_budget(stop, experts, effort)
-    inputs, outputs = write(model, path, format, pixels=pixels, prefixes=prefixes, route=route, stop=stop, opset=opset)
+    dial = cast("float | None", model.resolve_budget(stop, experts, effort))
+    inputs, outputs = write(model, path, format, pixels=pixels, prefixes=prefixes, route=route, stop=dial, opset=opset)
     print(
         f"{printable(path)}: {path.stat().st_size / 1024:.0f} KiB, takes {', '.join(inputs)}, gives {', '.join(outputs)}"
     )

@@ -180,13 +180,12 @@ def explain(words: list[str], options: list[Option], built_in: tuple[str, ...]) 
     for flag, value in options_in(words):
         name = "config" if flag == "-c" else flag.lstrip("-").partition(".")[0].replace("-", "_")
         if (flag == "-c" or flag.startswith("--")) and name not in (*kinds, *built_in):
-            problem = unknown_option(flag, kinds, built_in)
-        elif name == "config" and value is not None:
+            return unknown_option(flag, kinds, built_in)
+        problem = None
+        if name == "config" and value is not None:
             problem = explain_file(value, kinds)
         elif name in kinds and value is not None and "." not in flag:
             problem = wrong_value(name, value, kinds[name])
-        else:
-            problem = None
         if problem is not None:
             return problem
     return None
