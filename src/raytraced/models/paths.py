@@ -3,12 +3,18 @@
 Axes: V vocabulary, L blocks, N experts per block, S longest path, n tokens.
 """
 
+import csv
+import io
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from raytraced.errors import require
+from raytraced.files import write_file
 from raytraced.router import Choice
 from raytraced.rows import map_route, unordered_route
 from raytraced.store.budget import ByteBudget
@@ -35,6 +41,51 @@ class Paths(NamedTuple):
         L, N = self.active.shape[-2:]
         used_LN = self.active.reshape(-1, L, N).ne(0).any(0)
         return [used_N.nonzero()[:, 0] for used_N in used_LN]
+
+    def steps(self) -> list[list[tuple[int, int]]]:
+        """List the experts of each token: its (block, expert) pairs, numbered from 0.
+
+        Returns:
+            One list per token, in order of activation; without such an order in that of blocks. Leading axes are flattened.
+        """
+        L, N = self.active.shape[-2:]
+        if self.nodes is None:
+            rows = [row.nonzero()[:, 0].tolist() for row in self.active.reshape(-1, L * N)]
+        else:
+            rows = [[node for node in row if node >= 0] for row in self.nodes.flatten(0, -2).tolist()]
+        return [[divmod(node, N) for node in row] for row in rows]
+
+    def save(self, path: str | Path, words: Sequence[str] | None = None) -> None:
+        """Write the paths to a file; a crash leaves no part of it.
+
+        Args:
+            path: A file that ends in .csv, for a row per token with its number, its text, its number of experts, its
+                multiply-adds, and its path as `block:expert` pairs, numbered from 1, in order of activation; or in .npz, for
+                the arrays `active` (V, L, N), `weights` (V, L, N), `num_active` (V,), `macs` (V,), and `nodes` (V, S) where
+                there is an order, with experts numbered as in this class.
+            words: The text of each token, for the file of rows. Default: none.
+        """
+        path = Path(path)
+        require(path.suffix in (".csv", ".npz"), "path", str(path), "must end in .csv or .npz")
+        if path.suffix == ".npz":
+            fields = {name: value.cpu().numpy() for name, value in self._asdict().items() if value is not None}
+            fields["active"] = fields["active"].astype(np.uint8)
+            stream = io.BytesIO()
+            np.savez_compressed(stream, **fields)
+            write_file(path, stream.getvalue())
+            return
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerow(("token", "text", "experts", "macs", "path"))
+        figures = zip(self.steps(), self.num_active.flatten().tolist(), self.macs.flatten().tolist(), strict=True)
+        for token, (steps, num, macs) in enumerate(figures):
+            rows.writerow((token, "" if words is None else words[token], num, macs, path_words(steps)))
+        write_file(path, text.getvalue())
+
+
+def path_words(steps: Iterable[tuple[int, int]]) -> str:
+    """A path as readers see it: `block:expert` pairs, numbered from 1."""
+    return " ".join(f"{block + 1}:{expert + 1}" for block, expert in steps)
 
 
 class PathTables:
