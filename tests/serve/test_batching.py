@@ -257,7 +257,7 @@ def test_time_beyond_the_least_effort_does_not_count_as_delay(models):
         assert worker.spared == (1.0 if worker is adaptive else 0.0)
 
 
-def test_a_query_that_no_longer_fits_gives_way_to_those_that_wait(models):
+def test_queries_that_can_still_meet_their_deadline_run_first(models):
     worker = Worker(Metrics())
     worker.times.seconds[models[0].name, False] = 0.010
     for num_others in (0, 1):
