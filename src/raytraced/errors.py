@@ -7,10 +7,15 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 E = TypeVar("E", bound=Exception)
+NOT_FINITE = "its weights are not finite: training diverged, or the file is damaged; train it again"
 
 TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null",
          dict: "a table of names and values", tuple: "a list of numbers"}  # fmt: skip
 MAX_THREADS = 1024
+
+
+class DivergedError(ValueError):
+    """The answers of a model are not finite."""
 
 
 def require(holds: bool, name: str, value: object, rule: str) -> None:
@@ -109,8 +114,12 @@ def printable(text: object) -> str:
         text: Names and messages that may hold what a file, a card or a folder made up.
 
     Returns:
-        One line; letters of all scripts stay as they are.
+        One line; letters of all scripts stay as they are, a byte of a file's name that is no letter is shown as \\xe9.
     """
-    return "".join(
-        one if one.isprintable() else one.encode("unicode_escape", "backslashreplace").decode() for one in str(text)
-    )
+    return "".join(one if one.isprintable() else _escaped(one) for one in str(text))
+
+
+def _escaped(one: str) -> str:
+    """A character as an escape; Python holds an odd byte of a file's name as a character from U+DC80 to U+DCFF."""
+    is_byte = "\udc80" <= one <= "\udcff"
+    return f"\\x{ord(one) - 0xDC00:02x}" if is_byte else one.encode("unicode_escape").decode()

@@ -1,6 +1,7 @@
 """A run continues as it was started, or with stated changes; a refused continuation changes nothing."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -84,8 +85,24 @@ def test_weights_that_are_not_finite_neither_predict_nor_are_calibrated(run, tmp
         assert main(words) == 2
         printed = capsys.readouterr()
         assert printed.out == ""
-        assert printed.err == "raytraced: mre: its answers are not finite: the weights diverged, or are damaged\n"
+        reason = "the model's answers are not finite: the weights diverged, or are damaged"
+        assert printed.err == f"raytraced: {run.path}: {reason}\n"
     assert content(run) == before
+    assert main(["explore", str(run.path), "--output", str(tmp_path / "page.html")]) == 2
+    reason = "its weights are not finite: training diverged, or the file is damaged; train it again"
+    assert capsys.readouterr().err == f"raytraced: {run.path}: {reason}\n"
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
+def test_a_pipe_in_place_of_a_model_is_called_a_pipe(run, tmp_path, capsys):
+    run.model.unlink()
+    os.mkfifo(run.model)
+    os.mkfifo(tmp_path / "pipe")
+    for place, file in ((run.path, run.model), (tmp_path / "pipe", tmp_path / "pipe")):
+        assert main(["evaluate", str(place), "--data", run.config.data]) == 2
+        reason = "foreign: is a pipe, a device or a folder; must be a regular file"
+        assert capsys.readouterr().err == f"raytraced: {file}: {reason}\n"
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_weights_that_are_not_finite_are_reported(trained, run_command):
     rt.save(model, trained / "model.safetensors")
     code, printed, error = run_command("evaluate", trained)
     assert code == 2
-    assert "answers are not finite" in error
+    assert f"{trained}: 12 of 12 answers are not finite" in error
     assert "nan%" not in printed
 
 

@@ -48,6 +48,8 @@ def test_it_takes_a_budget_a_seed_and_a_batch_size(finished, results):
 
 def test_tables_fit_a_narrow_terminal_and_round_what_the_summary_holds(finished, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # so that rich takes it for a terminal
+    monkeypatch.setenv("TERM", "dumb")  # without colours
     monkeypatch.chdir(finished.path.parent.parent)
     assert main(["evaluate", "one"]) == 0
     text, test = capsys.readouterr().out, finished.read_summary()["test"]
@@ -60,6 +62,15 @@ def test_tables_fit_a_narrow_terminal_and_round_what_the_summary_holds(finished,
         assert [name, f"{accuracy:.2%}", f"{experts:.2f}"] in lines
     for number, row in enumerate(test["budgets"]):
         assert [str(number), f"{row['accuracy']:.2%}", f"{row['experts']:.2f}", f"{row['macs']:,.0f}"] in lines
+
+
+def test_redirected_figures_stay_on_one_line(finished, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["evaluate", str(finished.path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{finished.path}, test data"
+    assert lines[1].startswith("accuracy ")
+    assert lines[1].endswith(f"experts {finished.read_summary()['test']['mean_experts']:.2f}")
 
 
 def write_folder(path, stripes, names: dict[int, str]):

@@ -112,7 +112,12 @@ def test_what_is_escaped_is_still_shown(place, capsys):
 
 def test_letters_of_all_scripts_stay_as_they_are():
     assert printable("größe 漢字 ж é") == "größe 漢字 ж é"
-    assert printable("a\x1b[0m\r\n\x9b\u202e\udcff") == r"a\x1b[0m\r\n\x9b\u202e\udcff"
+    assert printable("a\x1b[0m\r\n\x9b\u202e\ud800") == r"a\x1b[0m\r\n\x9b\u202e\ud800"
+
+
+def test_an_odd_byte_of_a_name_is_printed_as_that_byte_in_paths_and_classes():
+    """A class has its name from a folder, decoded with \xe9; the path of the folder must not read otherwise."""
+    assert printable(os.fsdecode(b"caf\xe9")) == r"caf\xe9" == b"caf\xe9".decode(errors="backslashreplace")
 
 
 def test_a_page_holds_images_of_the_user_only_where_their_path_was_given(place, tmp_path, capsys, monkeypatch):

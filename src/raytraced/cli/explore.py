@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from raytraced.cli.training import find_source
-from raytraced.errors import printable, require
+from raytraced.errors import NOT_FINITE, printable, require
 from raytraced.models.registry import SHIPPED_IMAGES
 
 
@@ -28,9 +28,12 @@ def explore(
     sources = [(run, find_source(run, runs_dir)) for run in runs or SHIPPED_IMAGES]
     from raytraced.explore.page import make_page
     from raytraced.files import write_file
-    from raytraced.io.saving import load
+    from raytraced.io.saving import has_finite_weights, load
 
     models = [(Path(run).stem if Path(run).is_file() else Path(run).name, load(source)) for run, source in sources]
+    for (_, source), (_, model) in zip(sources, models, strict=True):
+        if not has_finite_weights(model):
+            raise ValueError(f"{source}: {NOT_FINITE}")
     content = make_page(models, data_root, data).encode()
     write_file(path, content)
     num = f"{len(models)} model{'s' if len(models) > 1 else ''}"

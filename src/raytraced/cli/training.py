@@ -2,13 +2,15 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from raytraced.errors import check_seed, check_threads, printable, require
+from raytraced.errors import DivergedError, check_seed, check_threads, printable, require
 from raytraced.io.finding import PRETRAINED, find_model_place, find_weights
 from raytraced.training.config import TrainConfig, make_config
 from raytraced.training.run_folder import RunFolder, list_runs, open_run
@@ -175,7 +177,8 @@ def evaluate(
         predict = follow_routes(predict, saved.of)
     if save_routes is not None:
         predict = record_routes(predict, recorded)
-    result = evaluate_on(task, dataset, split, predict, world, batch_size=batch_size, seed=seed, full=True, **asked)
+    with naming(source):
+        result = evaluate_on(task, dataset, split, predict, world, batch_size=batch_size, seed=seed, full=True, **asked)
     if save_routes is not None:
         write_routes(save_routes, model, dataset.name, split, recorded, num)
     if json:
@@ -194,6 +197,15 @@ def parse_deadline(model: "Model", max_bytes: str) -> int:
             f"max_bytes={max_bytes}: is for models loaded from a store whose paths depend on the token alone; leave it out"
         )
     return parse_size("max_bytes", max_bytes)
+
+
+@contextmanager
+def naming(source: str) -> Iterator[None]:
+    """Begin the message about answers that are not finite with the place of the model."""
+    try:
+        yield
+    except DivergedError as error:
+        raise DivergedError(f"{source}: {error}") from error
 
 
 def open_model(
@@ -252,8 +264,9 @@ def calibrate(
     is_shipped = place.parent == PRETRAINED
     require(not is_shipped, "run", run, "is a shipped model, which is not changed; give a file to write with --output")
     model, task, dataset = open_model(source, data, data_root)
-    dial = measure_dial(model, task, dataset) if has_dial(model) else {}
-    found = calibration(model, task, dataset, within, exit_every) if has_exits(model) or not dial else {}
+    with naming(source):
+        dial = measure_dial(model, task, dataset) if has_dial(model) else {}
+        found = calibration(model, task, dataset, within, exit_every) if has_exits(model) or not dial else {}
     model.card = replace(model.card, calibration=found, dial=dial)
     save(model, place)
     if json:
@@ -316,7 +329,8 @@ def predict(
     picture = None if sequence is None else Path(sequence)
     asked = {"max_experts": max_experts, "confidence": confidence, "stop": model.resolve_budget(stop, experts, effort)}
     task = named_task(model.card.task, model.card.plugins)
-    rows = task.predict(model.to(choose_device(device)), files, top, asked, picture, skip_bad)
+    with naming(source):
+        rows = task.predict(model.to(choose_device(device)), files, top, asked, picture, skip_bad)
     if json:
         for row in rows:
             print(dumps(row))
@@ -392,7 +406,7 @@ def find_source(run: str, runs_dir: str, weights: str | None = None) -> str:
     place = find_model_place(run, runs_dir)
     if place.parent == PRETRAINED:
         return run
-    if place.is_file() or (weights != "best" and find_weights(place)):
+    if not place.is_dir() or (weights != "best" and find_weights(place)):
         return str(place)
     folder = RunFolder(place)
     if weights == "best" and not folder.best.is_file():

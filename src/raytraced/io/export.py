@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raytraced import kernels
-from raytraced.errors import install_extra, require, require_one_of
+from raytraced.errors import NOT_FINITE, install_extra, require, require_one_of
 from raytraced.experts import MLPExperts, run_stream, update_dense
 from raytraced.files import write_file
 from raytraced.io.onnx_graph import accept_empty_batches
+from raytraced.io.saving import has_finite_weights
 from raytraced.models.classifier import Classifier
 from raytraced.models.output import Model
 from raytraced.routers.raytraced import RaytracedExperts
@@ -301,10 +302,8 @@ def _graph(model: Model, prefixes: bool, route: bool, stop: float | None) -> Gra
         raise ValueError(f"{name}: cannot be exported; only classifiers of images with one answer per image can")
     if not (model.card and model.card.model):
         raise ValueError(f"{type(model).__name__}: has no card with a name; make it with raytraced.build or load")
-    if not all(bool(values.isfinite().all()) for values in model.state_dict().values()):
-        raise ValueError(
-            f"{model.name}: its weights are not finite: training diverged, or the file is damaged; train it again"
-        )
+    if not has_finite_weights(model):
+        raise ValueError(f"{model.name}: {NOT_FINITE}")
     dtypes = {parameter.dtype for parameter in model.parameters()}
     require(
         dtypes == {torch.float32}, "model", model.name, "must be in float32 to be exported; convert it with .float()"

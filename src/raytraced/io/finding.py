@@ -1,5 +1,6 @@
 """Where a model is: a path, a run in the runs folder, or a shipped model. Importing this file does not import torch."""
 
+import os
 from pathlib import Path
 
 from raytraced.errors import did_you_mean
@@ -12,8 +13,11 @@ MODEL_FILES = (
 
 
 def find_weights(folder: Path) -> Path | None:
-    """The file of the model that a folder holds, or the index of its files; None where there is none."""
-    return next((folder / name for name in MODEL_FILES if (folder / name).is_file()), None)
+    """The file of the model that a folder holds, or the index of its files; None where there is none.
+
+    It may be a pipe, a folder or a dead link: `raytraced.load` says so, where "no model" would be misleading.
+    """
+    return next((folder / name for name in MODEL_FILES if os.path.lexists(folder / name)), None)
 
 
 def find_model_place(source: str | Path, runs_dir: str | Path = "runs") -> Path:
@@ -29,7 +33,7 @@ def find_model_place(source: str | Path, runs_dir: str | Path = "runs") -> Path:
     """
     path = Path(source)
     for file in (path, Path(f"{path}.index.json")):
-        if file.is_file():
+        if file.exists() and not file.is_dir():
             return file
     for folder in (path, Path(runs_dir) / path):
         if find_weights(folder) or (folder / "config.yaml").is_file():
@@ -57,7 +61,7 @@ def find_model_file(source: str | Path, runs_dir: str | Path = "runs") -> Path:
         The model.safetensors file, or the index of several files.
     """
     place = find_model_place(source, runs_dir)
-    if place.is_file():
+    if not place.is_dir():
         return place
     file = find_weights(place)
     if file is None:

@@ -147,6 +147,11 @@ def load(source: str | Path, *, memory: int | str | None = None, direct: bool | 
     return load_model(path, text, lambda card: rebuild(card, tensors))
 
 
+def has_finite_weights(model: Model) -> bool:
+    """Whether no parameter or buffer of a model in memory is NaN or infinite."""
+    return all(bool(values.isfinite().all()) for values in model.state_dict().values())
+
+
 def load_model(path: Path, text: str, make: Callable[[ModelCard], Model]) -> Model:
     """The model that a file's card describes; `make` builds it."""
     try:

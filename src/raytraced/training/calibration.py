@@ -12,7 +12,7 @@ from torch import Tensor
 from raytraced.cost import sample_cost
 from raytraced.data.sources import say
 from raytraced.early_exit import ExitEvery, ExitPolicy, answers
-from raytraced.errors import require
+from raytraced.errors import DivergedError, require
 from raytraced.models.output import Model, Output
 from raytraced.routers.raytraced import RaytracedExperts
 from raytraced.tasks.task import Batch, Data, Task
@@ -152,7 +152,7 @@ def evaluate_exits(
 def _figures(model: Model, task: Task, batch: Batch, out: Output) -> list[Tensor]:
     """Confidence, correct, experts, macs, and macs with one output layer, of each sample (n,)."""
     if not bool(out.logits.isfinite().all()):
-        raise ValueError(f"{model.name}: its answers are not finite: the weights diverged, or are damaged")
+        raise DivergedError("the model's answers are not finite: the weights diverged, or are damaged")
     columns = task.columns(out.logits.float(), batch)
     require("confidence" in columns, "task", task.name, "its answers are not classes, so they have no confidence")
     cost = sample_cost(model, batch.inputs, out)
@@ -273,6 +273,6 @@ def measure_means(
         for name in sums:  # only text has bytes
             sums[name] += float(noted[name].sum()) if name in noted else 0.0
     if not isfinite(sums["loss"]):
-        raise ValueError(f"{model.name}: its answers are not finite: the weights diverged, or are damaged")
+        raise DivergedError("the model's answers are not finite: the weights diverged, or are damaged")
     names = {"experts": "experts", "macs": "macs_total", "loss": "loss", "bytes": "bytes"}
     return {name: sums[column] / sums["targets"] for name, column in names.items()}

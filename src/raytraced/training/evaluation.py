@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from raytraced.cost import SampleCost, sample_cost
+from raytraced.errors import DivergedError
 from raytraced.models.output import Model, Output
 from raytraced.sequence import Route
 from raytraced.tasks.task import Batch, Data, Tally, Task
@@ -23,7 +24,7 @@ Answers = list[tuple[Output, SampleCost | None]]
 """outputs for a batch with their costs or None: one, or those with at most 0, 1, … experts"""
 
 
-class Diverged(ValueError):  # noqa: N818 (a finding, not a mistake)
+class Diverged(DivergedError):  # noqa: N818 (a finding, not a mistake)
     """The loss or a gradient is not finite."""
 
 

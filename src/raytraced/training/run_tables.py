@@ -117,7 +117,8 @@ def print_evaluation(result: dict[str, Any], task: "Task[Data]", data: "Data", t
     """
     console = Console()
     console.print(printable(title), markup=False, highlight=False, soft_wrap=True)
-    console.print("  ".join(_figures(result, task)), highlight=False)
+    # a line in a file or a pipe has no width to fit
+    console.print("  ".join(_figures(result, task)), highlight=False, soft_wrap=not console.is_terminal)
     formats, (name, *_) = FORMATS | task.formats, task.formats
     if groups := task.group_rows(data, result):
         few = _shortened(groups, name)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from raytraced.errors import printable, require
+from raytraced.errors import DivergedError, printable, require
 from raytraced.models.output import Model
 from raytraced.tasks.images.dataset import Dataset, Loader
 from raytraced.tasks.images.image_file import read_image
@@ -143,7 +143,7 @@ class ImageTask(Task[Dataset]):
         with torch.no_grad():
             out = model(images.to(next(model.parameters()).device), **options)
         if not bool(out.logits.isfinite().all()):
-            raise ValueError(f"{model.name}: its answers are not finite: the weights diverged, or are damaged")
+            raise DivergedError("the model's answers are not finite: the weights diverged, or are damaged")
         if picture is not None:
             self.draw_files(model, files[:MOST_DRAWN], images, options, picture)
         if (mean := model.card.spec.get("mean")) and channels == 1:
