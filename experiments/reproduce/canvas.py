@@ -43,6 +43,7 @@ class Pen(NamedTuple):
 PENS = {
     "mre": Pen(BLUE, "o"),
     "mre-paper": Pen(SKY, "o", "--", False),
+    "mre-final-loss": Pen(BLUE, "o", "--", False),
     "top-k": Pen(ORANGE, "s"),
     "top-1": Pen(ORANGE, "v"),
     "top-k-balance": Pen(ORANGE, "s", "--", False),

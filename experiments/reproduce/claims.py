@@ -1,4 +1,4 @@
-"""The paper's claims, tested on our own runs: a verdict, a number, and the evidence.
+"""The paper's claims, tested on our own runs: a verdict, a number, and the evidence (± is the standard error of the mean).
 
 Axes: C classes, L layers, N experts per layer.
 """
@@ -72,14 +72,14 @@ def easy_classes(results: Results) -> Iterator[Case]:
         tests = [one.test for one in results.of(data, label)]
         one = spread(correlation(test["experts_per_class"], test["accuracy_per_class"]) for test in tests)
         if one.num:
-            yield Case(one.mean < -0.2, one.mean, f"{label}, {DATA_NAMES[data]} {one.mean:+.2f} ± {one.std:.2f}")
+            yield Case(one.mean < -0.2, one.mean, f"{label}, {DATA_NAMES[data]} {one.mean:+.2f} ± {one.error:.2f}")
 
 
 def easy_images(results: Results) -> Iterator[Case]:
     for data, label in product(results.data(), RECIPES):
         one = spread(100 * shorter_gain(record) for record in results.of(data, label))
         if one.num:
-            evidence = f"{label}, {DATA_NAMES[data]} {one.mean:+.1f} ± {one.std:.1f} points"
+            evidence = f"{label}, {DATA_NAMES[data]} {one.mean:+.1f} ± {one.error:.1f} points"
             yield Case(one.mean >= 100 * MARGIN, one.mean, evidence)
 
 
@@ -217,7 +217,7 @@ def robust_temperature(results: Results) -> Iterator[Case]:
         means = [one.mean for tau, one in known.items() if 10 <= tau <= 50]
         if len(means) > 1:
             width = max(means) - min(means)
-            shown = (f"τ {tau:g}: {100 * one.mean:.1f} ± {100 * one.std:.1f}" for tau, one in known.items())
+            shown = (f"τ {tau:g}: {100 * one.mean:.1f} ± {100 * one.error:.1f}" for tau, one in known.items())
             evidence = f"mre-paper (Gumbel), {DATA_NAMES[data]}: {', '.join(shown)}"
             # A difference of more than a point between temperatures is not robust.
             yield Case(width <= 0.01, 100 * width, evidence)
@@ -248,8 +248,8 @@ def initialisation(results: Results) -> Iterator[Case]:
         for name in ("scaled", "plain"):
             records = results.of(data, f"mre-paper-init-{name}", "init")
             differ, point = spread(map(class_difference, records)), make_point(records)
-            accuracy = f"{100 * point.accuracy.mean:.1f} ± {100 * point.accuracy.std:.1f} %"
-            evidence.append(f"{name}: {differ.mean:.3f} ± {differ.std:.3f}, {accuracy}, {point.experts:.1f} experts")
+            accuracy = f"{100 * point.accuracy.mean:.1f} ± {100 * point.accuracy.error:.1f} %"
+            evidence.append(f"{name}: {differ.mean:.3f} ± {differ.error:.3f}, {accuracy}, {point.experts:.1f} experts")
             found.append(differ.mean)
         yield Case(found[0] > found[1], found[0] - found[1], f"{DATA_NAMES[data]}, {'; '.join(evidence)}")
 

@@ -47,13 +47,13 @@ CAPTIONS = {
             "seeds.",
     "fig7": "Figure 7: the first correctly classified test images for each number of experts (left); one seed.",
     "fig7-paper": "Figure 7, as in the paper: the same for the recipe of the text.",
-    "frontier": "Accuracy against MACs: test accuracy, mean ± standard deviation over 5 seeds (3 seeds for points with a "
+    "frontier": "Accuracy against MACs: test accuracy, mean ± standard error over 5 seeds (3 seeds for points with a "
                 "setting other than the default), against mean MACs per image; numbers: the setting of a model's cost.",
     "early-exit": "Early exit: accuracy against MACs as the accepted loss of validation accuracy grows, for models that were "
                   "trained for early exit; means over 5 seeds (mre-target: 3). Below: experts that MRE ran, and "
                   "accuracy on these images, all seeds together.",
     "union": "Accuracy against MACs on the union of the three data sets (30 classes, width 64, 64-wide experts): mean ± "
-             "standard deviation over 5 seeds (3 seeds for points with a setting other than the default).",
+             "standard error over 5 seeds (3 seeds for points with a setting other than the default).",
 }  # fmt: skip
 
 
@@ -259,7 +259,7 @@ def frontier_figure(results: Results, data: str) -> Figure:
     seeds = count_seeds(len(results.of(data, label)) for label in results.compared(data))
     draw = partial(draw_frontier, results)
     return panels(
-        f"Accuracy against MACs: mean ± standard deviation over {seeds}",
+        f"Accuracy against MACs: mean ± standard error over {seeds}",
         "test accuracy (%)",
         [data],
         draw,
@@ -275,22 +275,24 @@ def draw_frontier(results: Results, data: str, axes: Axes) -> None:
     values = {point.records[0].label: 100 * point.accuracy.mean for point in points}
     best, middle = max(values.values()), sorted(values.values())[len(values) // 2]
     below = set_range(axes, values, max(2.5, 2.2 * (best - middle)))
-    axes.set_ylim(top=max(axes.get_ylim()[1], *(100 * (one.accuracy.mean + one.accuracy.std) + 0.05 for one in points)))
+    axes.set_ylim(
+        top=max(axes.get_ylim()[1], *(100 * (one.accuracy.mean + one.accuracy.error) + 0.05 for one in points))
+    )
     families: dict[str, list[Point]] = {}
     for point in sorted(points, key=lambda one: one.macs):
         if values[point.records[0].label] >= axes.get_ylim()[0]:
             families.setdefault(point.records[0].family, []).append(point)
 
-    def draw(chosen: list[Point], name: str, pen: Pen, std: list[float] | None) -> list[tuple[float, float]]:
+    def draw(chosen: list[Point], name: str, pen: Pen, error: list[float] | None) -> list[tuple[float, float]]:
         """Draw the points of one family, joined by a line; return their places."""
         x, y = [(point.macs - common) / 1000 for point in chosen], [100 * point.accuracy.mean for point in chosen]
         style = pen.style | ({"linestyle": "none"} if len(chosen) == 1 else {})
-        axes.errorbar(x, y, std, label=name, markersize=6, linewidth=1.5, elinewidth=0.8, zorder=4, **style)
+        axes.errorbar(x, y, error, label=name, markersize=6, linewidth=1.5, elinewidth=0.8, zorder=4, **style)
         return list(zip(x, y, strict=True))
 
     for family, chosen in families.items():
-        pen, std = PENS[family], [100 * point.accuracy.std for point in chosen]
-        places = draw(chosen, SETTING_NAMES.get(family, family), pen, std)
+        pen, error = PENS[family], [100 * point.accuracy.error for point in chosen]
+        places = draw(chosen, SETTING_NAMES.get(family, family), pen, error)
         own: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7.5, "color": pen.colour}
         for point, place in zip(chosen, places, strict=True) if family in SETTING_NAMES else ():
             axes.annotate(setting_of(point.records[0]), place, (5, 4), **own)

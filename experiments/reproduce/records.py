@@ -132,6 +132,11 @@ class Spread(NamedTuple):
     std: float
     num: int
 
+    @property
+    def error(self) -> float:
+        """The standard error of the mean."""
+        return self.std / math.sqrt(max(1, self.num))
+
 
 def spread(values: Iterable[float]) -> Spread:
     """Mean and (sample) standard deviation; the deviation of a single value is 0, the mean of none is not a number."""
