@@ -3,7 +3,6 @@
 `make tables` rewrites the tables that are computed from the code or from results/.
 """
 
-import ast
 import contextlib
 import importlib.util
 import inspect
@@ -453,7 +452,8 @@ def machine_time() -> list[str]:
     rows = ["| records | runs | hours on one core |", "|---|---:|---:|"]
     total = [0, 0.0]
     for name, folder in folders.items():
-        lines = [line for path in sorted((ROOT / folder / "records").glob("*.jsonl")) for line in path.open()]
+        paths = sorted((ROOT / folder / "records").glob("*.jsonl"))
+        lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
         hours = sum(json.loads(line).get("seconds", 0.0) for line in lines) / 3600
         rows.append(f"| {name}, `{folder}/records` | {len(lines)} | {hours:.1f} |")
         total = [total[0] + len(lines), total[1] + hours]
@@ -748,57 +748,6 @@ def test_every_argument_of_the_layer_is_in_the_reference():
     assert not [name for name in sorted(names) if f"**`{name}`**" not in text]
 
 
-def message_parts(message: str) -> list[str]:
-    """The fixed parts of a quoted message: what stands between the placeholders in angle brackets."""
-    parts = [part.strip(" .,:;=") for part in re.split(r"<[^<>]+>", message)]
-    return [part for part in parts if len(part) > 2]
-
-
-@cache
-def source_strings() -> str:
-    """All string constants of the package, those of an f-string and of adjoining lines joined."""
-    found = []
-    for path in (ROOT / "src/raytraced").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-            elif isinstance(node, ast.JoinedStr):
-                found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
-    return "\n".join(found)
-
-
-MESSAGES = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
-
-
-@pytest.mark.parametrize("message", MESSAGES)
-def test_a_message_of_the_troubleshooting_page_is_one_of_the_code(message):
-    missing = [part for part in message_parts(message) if part not in source_strings()]
-    assert not missing
-
-
-def command_messages() -> list[str]:
-    """What the commands say of a user's mistake, with a null character for each value."""
-    found = []
-    for path in sorted((ROOT / "src/raytraced/cli").glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-                found.append(text_of(node.exc.args[0]))
-            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "require":
-                found.append(f"{text_of(node.args[1])}=\0: {text_of(node.args[3])}")
-    return sorted({text for text in found if len(text.replace("\0", "").strip(" :;=")) > 2})
-
-
-def text_of(node: ast.expr) -> str:
-    if isinstance(node, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "\0"
-
-
-@pytest.mark.parametrize("text", command_messages())
-def test_a_mistake_of_a_command_is_on_the_troubleshooting_page(text):
-    assert any(all(part in text for part in message_parts(message)) for message in MESSAGES if message_parts(message))
-
-
 # What the pages and the code called things before 0.2.0; a path is still looked up, and files and studies have tell().
 OLD_WORDS = re.compile(
     r"\b(?:looks|looked(?![- ]up)|look_loss|num_looks|LookAt|CountLooks|sure|until_sure|answer_when_sure|sight|sight_rank"
@@ -817,10 +766,6 @@ def old_words(paths: Iterable[Path]) -> dict[str, list[str]]:
     """The old words of each file that has some, by the file's name."""
     found = {path.relative_to(ROOT).as_posix(): OLD_WORDS.findall(path.read_text(encoding="utf-8")) for path in paths}
     return {name: sorted(set(words)) for name, words in found.items() if words and name not in WITH_OLD_WORDS}
-
-
-def test_no_message_names_an_extra_of_a_package_index():
-    assert "raytraced[" not in source_strings()  # pip would look for it on an index, which has no raytraced
 
 
 def test_old_words_are_gone_from_the_pages():
