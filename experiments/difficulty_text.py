@@ -4,7 +4,7 @@
     python -m experiments.difficulty_text results/text/runs   # writes difficulty-text.md and hard-text.png beside it
 
 The other model has four dense blocks in each block of the decoder, and another seed. All test bytes of the evaluation. The
-aims were written down before the runs, in benchmarks/aims-text.md.
+aims are in benchmarks/aims-text.md; two of them were added after other runs were known.
 """
 
 import argparse
@@ -99,10 +99,12 @@ def main() -> None:
             if found:
                 rank = spread(found)
                 ends = [f"{spread(q[at] for q in quarters).mean:.2f}" for at in (0, 3)]
-                rows.append([f"{DATA_NAMES[data]}, {label}", f"{rank.mean:.2f} ± {rank.std:.2f}", f"{rank.num}", *ends])
+                rows.append(
+                    [f"{DATA_NAMES[data]}, {label}", f"{rank.mean:.2f} ± {rank.error:.2f}", f"{rank.num}", *ends]
+                )
     header = ["", "rank correlation", "seeds", "bits of the 25 % of bytes with the fewest experts", "with the most"]
     note = (__doc__ or "").partition("\n\n")[2].partition("\n\n")[2].strip() + (
-        " Bits per byte are those of the other model. Rank correlation: mean ± standard deviation over the seeds."
+        " Bits per byte are those of the other model. Rank correlation: mean ± standard error over the seeds."
     )
     table = Table("Experts and difficulty, byte by byte", header, rows, note)
     source = "Written by `python -m experiments.difficulty_text`."
