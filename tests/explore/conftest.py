@@ -32,7 +32,9 @@ def models():
         "mre", image_shape=(3, 16, 16), class_names=["cat", "<b>dog</b>", "</script>"], dim=8, num_layers=2, **small
     ).eval()
     text = rt.build("gpt-mre", dim=16, hidden=12, depth=2, num_heads=2, context=48, **small).eval()
-    return {"mre-digits": rt.load("mre-digits"), "colours": colour, "plays": text}
+    tiny = {"dim": 8, "hidden": 8, "depth": 2, "num_heads": 2, "context": 48, "num_experts": 3}
+    context = rt.build("gpt-mre", routing_input="first-block", **tiny).eval()
+    return {"mre-digits": rt.load("mre-digits"), "colours": colour, "plays": text, "context": context}
 
 
 @pytest.fixture(scope="session")

@@ -45,7 +45,8 @@ def inflated(text: str) -> bytes:
 
 def model_arguments(option: dict[str, Any]) -> dict[str, Any]:
     """Options of engine.js as arguments of the model's call."""
-    arguments = {"max_experts": option.get("maxExperts"), "confidence": option.get("confidence")}
+    names = {"maxExperts": "max_experts", "confidence": "confidence", "stop": "stop"}
+    arguments = {name: option.get(key) for key, name in names.items()}
     return {key: value for key, value in arguments.items() if value is not None}
 
 

@@ -32,6 +32,7 @@ function image(model, pixels, options) {
 }
 
 function text(model, tokens, options) {
+  if (options.table) return model.paths(options);
   return model.run(tokens, options).map(({ route, logits }, position) => ({
     nodes: route.nodes,
     logits: Array.from(logits),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import raytraced as rt
-from explore.engine import ENGINE, LOGITS, NODE, compare_images, run_engine
+from explore.engine import ENGINE, LOGITS, NODE, compare_images, model_arguments, run_engine
 from raytraced.cost import sample_cost
 from raytraced.explore.packing import deflated
 from raytraced.models.registry import SHIPPED_IMAGES
@@ -15,7 +15,14 @@ from raytraced.tasks.images.loading import load as load_data
 
 if NODE is None:
     pytest.skip("node, which runs engine.js, is not installed: apt-get install nodejs", allow_module_level=True)
-CALLS = [{}, {"maxExperts": 3}, {"confidence": 0.6}, {"maxExperts": 4, "confidence": 0.7}]
+CALLS = [
+    {},
+    {"maxExperts": 3},
+    {"confidence": 0.6},
+    {"maxExperts": 4, "confidence": 0.7},
+    {"stop": 0.05},
+    {"stop": 4.0, "confidence": 0.6},
+]
 LAYERS = [
     {},
     {"stream": "skip-sum", "weighting": "rates", "input_rank": 2},
@@ -173,7 +180,7 @@ def test_a_language_model_runs_as_in_pytorch(options, tmp_path):
     # texts with a common beginning: the cached results must be right
     tokens[1, :10] = tokens[0, :10]
     tokens[2, :20] = tokens[1, :20]
-    calls = [{}, {"maxExperts": 1}]
+    calls = [{}, {"maxExperts": 1}, {"stop": 0.05}, {"stop": 0.3, "maxExperts": 5}]
     for option, results in zip(calls, run_engine(model, tokens, calls, tmp_path), strict=True):
         for text_T, each in zip(tokens, results, strict=True):
             compare_text(model, text_T, option, each)
@@ -181,12 +188,28 @@ def test_a_language_model_runs_as_in_pytorch(options, tmp_path):
 
 def compare_text(model, text_T, option, results):
     with torch.no_grad():
-        out = model(text_T[None], max_experts=option.get("maxExperts"))
+        out = model(text_T[None], **model_arguments(option))
         cost = sample_cost(model, text_T[None], out)
     expected = [[node for node in row if node >= 0] for row in out.routes[0].nodes[0].tolist()]
     assert [each["nodes"] for each in results] == expected
     torch.testing.assert_close(torch.tensor([each["logits"] for each in results]), out.logits[0], atol=LOGITS, rtol=0)
     assert [each["costs"]["token"] for each in results] == cost.macs[0].tolist()
+
+
+@pytest.mark.parametrize("routing_input", ["token", "embedding", "first-block"])
+def test_the_table_of_paths_is_that_of_pytorch(routing_input, tmp_path):
+    small = {"dim": 16, "hidden": 12, "num_experts": 4, "output_logit_offset": 2.0, "routing_input": routing_input}
+    model = rt.build("gpt-mre", depth=3, num_heads=2, context=24, **small).eval()
+    calls = [{}, {"maxExperts": 2}, {"stop": 0.05}, {"stop": 0.3, "maxExperts": 5}]
+    tables = run_engine(
+        model, torch.zeros(1, 1, dtype=torch.int64), [call | {"table": True} for call in calls], tmp_path
+    )
+    for call, (table,) in zip(calls, tables, strict=True):
+        if routing_input == "first-block":
+            assert table is None
+        else:
+            nodes = model.paths(**model_arguments(call)).nodes.tolist()
+            assert table == [[node for node in row if node >= 0] for row in nodes]
 
 
 def test_a_byte_keeps_its_sampled_sequence_when_text_is_appended(tmp_path):

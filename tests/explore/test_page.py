@@ -156,6 +156,86 @@ def test_the_budget_and_the_confidence_change_the_answer(visit, models, gallery)
     assert num_early
 
 
+def expected_stop(place):
+    """The value of stop at a place of the slider, to three digits."""
+    return float(f"{16 * 2 ** (-place / 4):.3g}")
+
+
+@torch.no_grad()
+def test_the_stop_changes_the_experts_of_images_as_in_pytorch(visit, models, gallery):
+    model, (images, _) = models["mre-digits"], gallery
+    page, nums = visit("#model=mre-digits&image=g20"), []
+    own = page.locator("#stop").input_value()
+    rows = model.card.dial["rows"]
+    for place in ("0", "10", "24", "40"):
+        page.locator("#stop").fill(place)
+        out = model(images[20:21], stop=expected_stop(int(place)))
+        assert order_of(page) == [node for node in out.routes[0].nodes[0].tolist() if node >= 0]
+        assert bars_of(page) == pytest.approx(out.logits.softmax(-1)[0].tolist(), abs=0.0051)
+        assert f"stop={expected_stop(int(place)):g}" in page.url
+        nums.append(int(out.num_experts))
+        exact = [row["experts"] for row in rows if row["stop"] == expected_stop(int(place))]
+        assert [f"· {num:.1f} experts" in page.inner_text("#stop-text") for num in exact] == [True] * len(exact)
+    assert nums[0] < nums[-1]
+    other = visit(f"#{page.url.partition('#')[2]}")
+    assert order_of(other) == order_of(page)
+    assert other.inner_text("#stop-text") == page.inner_text("#stop-text")
+    page.locator("#stop").fill(own)
+    assert "(own)" in page.inner_text("#stop-text")
+    assert "stop=" not in page.url
+    assert order_of(page) == [node for node in model(images[20:21]).routes[0].nodes[0].tolist() if node >= 0]
+
+
+@torch.no_grad()
+def test_the_table_of_paths_is_that_of_the_model_under_any_budget_and_stop(visit, models):
+    model, page = models["plays"], visit("#model=plays")
+    page.fill("#text", "to be\nto be")
+    wait(page, "textResults.length === 11")
+
+    def rows():
+        return page.locator("#table-rows tbody tr").evaluate_all(
+            "all => all.map(row => [Number(row.dataset.row), ...[...row.children].map(cell => cell.textContent.trim())])"
+        )
+
+    def expected(tokens, **options):
+        paths = model.paths(**options)
+        steps = [" ".join(f"{block + 1}:{expert + 1}" for block, expert in path) for path in paths.steps()]
+        return [(token, int(paths.num_active[token]), steps[token]) for token in tokens]
+
+    def shown():
+        return [(token, int(num), path) for token, _, num, path in rows()]
+
+    assert shown() == expected(list(dict.fromkeys(b"to be\nto be")))
+    assert [name for _, name, *_ in rows()] == ["t", "o", "space", "b", "e", "new line"]
+    page.hover("#bytes span[data-byte='3']")
+    assert page.locator("#table-rows .now").get_attribute("data-row") == str(ord("b"))
+    page.check("[name=rows][value=all]")
+    assert shown() == expected(range(256))
+    assert "rows=all" in page.url
+    page.hover("#bytes span[data-byte='0']")
+    page.hover("#bytes span[data-byte='3']")
+    box, row = (page.locator(each).bounding_box() for each in ("#table-rows", "#table-rows .now"))
+    assert box["y"] < row["y"] < row["y"] + row["height"] <= box["y"] + box["height"]
+    page.locator("#budget").fill("2")
+    page.locator("#stop").fill("30")
+    assert shown() == expected(range(256), max_experts=2, stop=expected_stop(30))
+    page.locator("#grid .node").nth(order_of(page)[0]).click()
+    marked = page.locator("#table-rows b").all_inner_texts()
+    assert set(marked) == {f"1:{order_of(page)[0] % 4 + 1}"}
+    num = page.evaluate("new Set(model.paths({ maxExperts: 2, stop: state.stop }).map(String)).size")
+    assert f"256 bytes have {num} different paths" in page.inner_text("#table-hint")
+    page.check("[name=select][value=sample]")
+    assert "The table is greedy" in page.inner_text("#table-hint")
+
+
+def test_a_model_whose_path_depends_on_the_text_has_no_table(visit):
+    page = visit("#model=context")
+    assert "depends on the text before a byte" in page.inner_text("#table-hint")
+    assert not page.locator("#table-rows").is_visible()
+    assert page.locator("[name=rows]").first.is_disabled()
+    assert not visit("#model=mre-digits").locator("#table").is_visible()
+
+
 def test_a_file_that_is_not_an_image_is_refused_in_a_sentence(visit, tmp_path):
     page = visit("#model=mre-digits&image=g4")
     before = page.inner_text("#answer")
@@ -230,7 +310,8 @@ def test_a_link_restores_the_display(visit):
     "address",
     [
         "#model=gone",
-        "#image=g99999&step=-1&budget=x&seed=1e9&confidence=200&node=777",
+        "#image=g99999&step=-1&budget=x&seed=1e9&confidence=200&node=777&stop=-1",
+        "#model=plays&stop=1e99&rows=some",
         "#model=mre-digits&image=xAAAA",
         "#model=mre-digits&image=xA",
         "#&&=",
@@ -265,6 +346,7 @@ def test_every_control_works_with_the_keyboard(visit):
         "seed",
         "next-seed",
         "budget",
+        "stop",
         "confidence",
         "save-png",
     } <= set(focused)
@@ -377,7 +459,7 @@ def test_steps_and_sliders_move_no_panel(visit, width):
         page.locator("#step").fill(str(step))
         page.locator("#grid .node").first.hover()
         places.add(json.dumps(page.evaluate(tops)))
-    for dial, values in (("#confidence", (30, 60, 90)), ("#budget", (0, 1, 10))):
+    for dial, values in (("#confidence", (30, 60, 90)), ("#stop", (0, 16, 37)), ("#budget", (0, 1, 10))):
         for value in values:
             page.locator(dial).fill(str(value))
             places.add(json.dumps(page.evaluate(tops)))

@@ -59,11 +59,7 @@ function softmax(logits) {
   return out;
 }
 
-function sum(values) {
-  let total = 0;
-  for (let i = 0; i < values.length; i++) total += values[i];
-  return total;
-}
+const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 /** The index of the largest number; the first one among equals. */
 function largest(values) {
@@ -166,9 +162,9 @@ class RaytracedLayer {
     return softmax(logits).map((share) => rate * share);
   }
 
-  /** Firing rates of the candidates (M + 1) -> the probability of each to be chosen next, by the layer's rule to stop. */
-  probabilities(rates, output, active) {
-    const { M, options: { stop } } = this, probs = new Float64Array(M + 1);
+  /** Firing rates of the candidates (M + 1) -> the probability of each to be chosen next, by a rule to stop. */
+  probabilities(rates, output, active, stop) {
+    const { M } = this, probs = new Float64Array(M + 1);
     for (let node = 0; node < M; node++) probs[node] = active[node] ? 0 : rates[node];
     const dominant = output > Math.max(...probs.subarray(0, M));
     if (stop === "dominant" && dominant) probs.fill(0);
@@ -186,15 +182,14 @@ class RaytracedLayer {
   }
 
   /** The activation sequence: the nodes in order, the state before each choice (rates, probabilities, choice), and what
-   *  ended it: "output", "budget" or "all". `random(step)` gives a uniform number; without it the sequence is greedy. */
-  sequence(hidden, { random = null, maxExperts = null } = {}) {
+   *  ended it: "output", "budget" or "all". Greedy without `random(step)`, a uniform number; `stop` replaces the layer's own. */
+  sequence(hidden, { random = null, maxExperts = null, stop = null } = {}) {
     const { M } = this, active = new Uint8Array(M), nodes = [], states = [];
     const limit = maxExperts === null ? M : Math.min(maxExperts, M);
     const entry = softmax(linear(this.gate.weight, this.gate.bias, hidden, this.N)), inputLogits = this.inputLogits(hidden);
-    let ended = null;
-    for (;;) {
+    for (let ended = null; ;) {
       const rates = this.rates(entry, active, inputLogits);
-      const probs = this.probabilities(rates.nodes, rates.output, active);
+      const probs = this.probabilities(rates.nodes, rates.output, active, stop ?? this.options.stop);
       const full = nodes.length >= limit;
       const choice = full ? null : this.choose(probs, random && random(nodes.length));
       states.push({ ...rates, probs, choice, active: active.slice() });
@@ -232,8 +227,8 @@ class RaytracedLayer {
   /** Run the active experts of a state: the layer's output after 0, 1, … L layers of the grid (L + 1 vectors of D). */
   run(hidden, state) {
     const { L, options } = this, weights = this.weights(state), residual = options.stream === "residual";
-    const zeros = new Float64Array(hidden.length), outputs = [residual ? hidden : zeros];
-    let total = zeros;
+    let total = new Float64Array(hidden.length);
+    const outputs = [residual ? hidden : total];
     for (let layer = 0; layer < L; layer++) {
       const update = this.update(layer, hidden, state.active, weights);
       hidden = residual ? add(hidden, update) : update;
@@ -279,8 +274,8 @@ class Classifier {
     this.shape = pack.image_shape;
     this.numClasses = tensors["head.bias"].data.length;
     this.layer = new RaytracedLayer(tensors, "layer", pack.options);
-    this.convolves = this.shape[0] > 1;
-    const [, height, width] = this.shape;
+    const [channels, height, width] = this.shape;
+    this.convolves = channels > 1;
     this.inputMacs = tensors["input_block.linear.weight"].data.length;
     for (let s = 0; tensors[`input_block.weights.${s}`]; s++) {
       this.inputMacs += tensors[`input_block.weights.${s}`].data.length * (height >> s) * (width >> s);
@@ -311,9 +306,9 @@ class Classifier {
 
   /** Answer one image: its activation sequence (see RaytracedLayer.sequence), the logits after each expert (`answers`) and
    *  at the end (`logits`), the nodes that ran (`ran`), the exits with a confidence threshold, and the cost (`macs`). */
-  run(pixels, { sample = false, seed = 0, maxExperts = null, confidence = null } = {}) {
+  run(pixels, { sample = false, seed = 0, maxExperts = null, stop = null, confidence = null } = {}) {
     const hidden = this.hidden(pixels), { layer } = this;
-    const result = layer.sequence(hidden, { random: sample ? (step) => uniform(seed, step) : null, maxExperts });
+    const result = layer.sequence(hidden, { random: sample ? (step) => uniform(seed, step) : null, maxExperts, stop });
     const answers = result.states.map((state) => this.head(layer.run(hidden, state).at(-1)));
     let logits = answers.at(-1), ran = result.nodes, exits = null, { ended } = result;
     if (confidence !== null) {
@@ -404,26 +399,32 @@ class GPT {
 
   /** Run a text: for each token its route, one activation sequence through all blocks, and the logits of the token after it.
    *  Tokens known from the last call are not computed again. After `milliseconds` it returns what it has so far. */
-  run(tokens, { sample = false, seed = 0, maxExperts = null, milliseconds = Infinity } = {}) {
-    const end = performance.now() + milliseconds;
-    const options = JSON.stringify([sample, seed, maxExperts]), { memory } = this;
+  run(tokens, { sample = false, seed = 0, maxExperts = null, stop = null, milliseconds = Infinity } = {}) {
+    const end = performance.now() + milliseconds, limits = { maxExperts, stop };
+    const options = JSON.stringify([sample, seed, limits]), { memory } = this;
     if (memory.options !== options) Object.assign(memory, { options, tokens: [], cache: [] });
     let same = 0;
     while (same < tokens.length && same < memory.tokens.length && tokens[same] === memory.tokens[same]) same++;
     memory.cache.length = same;
     for (let position = same; position < tokens.length && (position === 0 || performance.now() < end); position++) {
-      memory.cache.push(this.token(tokens[position], position, memory.cache, sample ? seed : null, maxExperts));
+      memory.cache.push(this.token(tokens[position], position, memory.cache, sample ? seed : null, limits));
     }
     memory.tokens = tokens.slice(0, memory.cache.length);
     return memory.cache.slice();
   }
 
+  /** The greedy path of every token (V lists of nodes) where it depends on the token alone, else null: `model.paths()`. */
+  paths({ maxExperts = null, stop = null } = {}) {
+    const plan = (_, token) => this.layer.sequence(this.routingVector(token), { maxExperts, stop }).nodes;
+    return this.routingInput === "first-block" ? null : Array.from({ length: this.vocabSize }, plan);
+  }
+
   /** Run one token after those of the cache; a seed of null is greedy. */
-  token(token, position, before, seed, maxExperts) {
+  token(token, position, before, seed, limits) {
     const { D, layer } = this, keys = [], values = [], random = seed === null ? null : (step) => uniform(seed, position, step);
-    let x = Float64Array.from(this.embedding.data.subarray(token * D, (token + 1) * D), (value) => value * Math.sqrt(D));
-    const plan = (input) => layer.sequence(input, { random, maxExperts });
-    let route = this.routingInput === "first-block" ? null : plan(this.routingVector(token, x)), weights = null;
+    const plan = (input) => layer.sequence(input, { random, ...limits });
+    let x = this.embed(this.embedding, token, Math.sqrt(D)), weights = null;
+    let route = this.routingInput === "first-block" ? null : plan(this.routingVector(token));
     this.blocks.forEach((data, b) => {
       const normed = layerNorm(x, data("norm_attention.weight"), data("norm_attention.bias"));
       const all = linear(data("attention.inputs.weight"), null, normed, 3 * D);
@@ -442,11 +443,14 @@ class GPT {
     return { keys, values, route, logits: linear(this.embedding.data, null, normed, this.vocabSize) };
   }
 
+  /** A row of an embedding, times a factor. */
+  embed({ data, shape: [, width] }, token, scale = 1) {
+    return Float64Array.from(data.subarray(token * width, (token + 1) * width), (value) => value * scale);
+  }
+
   /** What the router reads of a token: its routing embedding, or the embedding as the first block gets it. */
-  routingVector(token, x) {
-    if (this.routingInput === "embedding") return x;
-    const R = this.routingEmbedding.shape[1];
-    return Float64Array.from(this.routingEmbedding.data.subarray(token * R, (token + 1) * R));
+  routingVector(token) {
+    return this.routingEmbedding ? this.embed(this.routingEmbedding, token) : this.embed(this.embedding, token, Math.sqrt(this.D));
   }
 
   /** Rotary position embedding: rotate the pairs of each head by angles that grow with the position. */

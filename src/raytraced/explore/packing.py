@@ -67,6 +67,7 @@ def pack_model(name: str, model: Model) -> dict[str, Any]:
         "options": layer_options(layer),
         "shapes": [[key, list(tensor.shape)] for key, tensor in state.items()],
         "weights": deflated(planes_of(numbers)),
+        "dial": [[row["stop"], row["experts"]] for row in model.card.dial.get("rows", ())],
     }
     if isinstance(model, GPT):
         sizes = {"context": model.context, "num_heads": spec["num_heads"], "routing_input": model.routing_input}

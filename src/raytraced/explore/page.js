@@ -7,6 +7,8 @@ const STEP_MS = 900; // of each step while the sequence plays
 const SLICE_MS = 10; // of computing between two updates of a long text
 const FRAME_MS = 17; // between two paints
 const MAX_BARS = 12;
+const MOST_STOP = 16; // the left end of the slider; a step to the right divides by the fourth root of 2
+const STOP_STEPS = 52;
 const MAX_UPLOAD = 20e6; // bytes
 const percent = (value) =>
   value > 0.9995 && value < 1 ? ">99.9\u00a0%" : `${(100 * value).toFixed(value < 0.0995 || (value >= 0.9945 && value < 1) ? 1 : 0)}\u00a0%`;
@@ -15,8 +17,8 @@ const capitalized = (text) => text[0].toUpperCase() + text.slice(1);
 
 // The display depends on this alone, and the address stores all of it.
 const state = {
-  model: 0, input: "", pixels: null, sample: false, seed: 0, budget: null, confidence: null, step: null, node: null,
-  text: "To be, or not to be, that is the question:", byte: null, colour: "count",
+  model: 0, input: "", pixels: null, sample: false, seed: 0, budget: null, stop: null, confidence: null, step: null,
+  node: null, text: "To be, or not to be, that is the question:", byte: null, colour: "count", rows: "text",
 };
 let model = null, pack = null, gallery = [], result = null, tokens = [], player = null;
 
@@ -59,6 +61,7 @@ async function open(index) {
   if (pack.kind === "image") openImages();
   else openTexts();
   $("budget").max = layerShown().M;
+  $("stop").max = STOP_STEPS;
   layOutGrid();
   return true;
 }
@@ -135,7 +138,7 @@ function galleryIndex() {
 }
 
 function update() {
-  const options = { sample: state.sample, seed: state.seed, maxExperts: state.budget, confidence: state.confidence };
+  const options = { sample: state.sample, seed: state.seed, maxExperts: state.budget, stop: state.stop, confidence: state.confidence };
   if (pack.kind === "image") {
     result = model.run(state.pixels, options);
     paintPixels($("model-input"), state.pixels);
@@ -176,6 +179,9 @@ function paint() {
   $("step-text").textContent = describeStep(step);
   $("budget").value = state.budget ?? layerShown().M;
   $("budget-text").textContent = state.budget === null ? "no limit" : `at most ${plural(state.budget, "expert")}`;
+  $("stop").value = stopPlace(state.stop ?? ownStop());
+  $("stop-text").textContent = describeStop();
+  $("stop").setAttribute("aria-valuetext", $("stop-text").textContent);
   $("confidence").value = Math.round(100 * (state.confidence ?? 1));
   $("confidence-text").textContent = state.confidence === null ? "off" : percent(state.confidence);
   $("seed").value = state.seed;
@@ -184,13 +190,47 @@ function paint() {
   paintAnswer(step);
   paintCost(step);
   paintUsage();
-  if (pack.kind === "text") paintBytes();
+  if (pack.kind === "text") {
+    paintBytes();
+    paintTable();
+  }
   writeAddress();
+}
+
+/** The model's own stop as a number; a rule without one, "drawn", weights the output node by 1. */
+function ownStop() {
+  const { stop } = layerShown().options;
+  return typeof stop === "number" ? stop : 1;
+}
+
+/** The place of a value of stop on the slider, which is logarithmic. */
+function stopPlace(stop) {
+  return Math.max(0, Math.min(STOP_STEPS, Math.round(4 * Math.log2(MOST_STOP / stop))));
+}
+
+/** The value of stop at a place of the slider; null at the place of the model's own. */
+function stopAt(place) {
+  return place === stopPlace(ownStop()) ? null : Number((MOST_STOP * 2 ** (-place / 4)).toPrecision(3));
+}
+
+/** The value of stop, and the mean number of experts that the model's card has for it. */
+function describeStop() {
+  const own = layerShown().options.stop, stop = state.stop ?? own, mean = meanExperts(state.stop ?? ownStop());
+  const value = typeof stop === "number" ? stop.toPrecision(2).replace(/\.?0+$/, "") : `“${stop}”`;
+  return `${value}${state.stop === null ? " (own)" : ""}${mean === null ? "" : ` · ${mean.toFixed(1)} experts`}`;
+}
+
+/** Mean experts at a value of stop, between the rows of the card's table (stop, experts); null without a table. */
+function meanExperts(stop) {
+  const rows = pack.dial, next = rows.findIndex(([each]) => each <= stop);
+  if (!rows.length || next === 0 || next < 0) return rows.length ? rows.at(next)[1] : null;
+  const [[high, few], [low, many]] = [rows[next - 1], rows[next]];
+  return few + ((many - few) * Math.log(high / stop)) / Math.log(high / low);
 }
 
 function nodeName(node) {
   const { N } = layerShown();
-  return `layer ${Math.floor(node / N) + 1}, expert ${(node % N) + 1}`;
+  return `${pack.kind === "text" ? "block" : "layer"} ${Math.floor(node / N) + 1}, expert ${(node % N) + 1}`;
 }
 
 /** A sentence about a step. */
@@ -272,6 +312,7 @@ function wireOptions() {
     const limit = Number($("budget").value);
     change({ budget: limit === layerShown().M ? null : limit });
   });
+  $("stop").addEventListener("input", () => change({ stop: stopAt(Number($("stop").value)) }));
   $("confidence").addEventListener("input", () => {
     const threshold = Number($("confidence").value);
     change({ confidence: threshold === 100 ? null : threshold / 100 });
@@ -311,11 +352,13 @@ function writeAddress() {
   else query.set("image", state.input);
   if (state.sample) query.set("seed", state.seed);
   if (state.budget !== null) query.set("budget", state.budget);
+  if (state.stop !== null) query.set("stop", state.stop);
   if (state.confidence !== null && !isText) query.set("confidence", Math.round(100 * state.confidence));
   if (state.step !== null) query.set("step", state.step);
   if (state.node !== null) query.set("node", state.node);
   if (isText) query.set("byte", state.byte);
   if (isText && state.colour !== "count") query.set("colour", state.colour);
+  if (isText && state.rows !== "text") query.set("rows", state.rows);
   history.replaceState(null, "", `#${query}`);
 }
 
@@ -323,6 +366,12 @@ function writeAddress() {
 function numberIn(query, key, limit, otherwise) {
   const text = query.get(key);
   return /^\d{1,10}$/.test(text ?? "") && Number(text) <= limit ? Number(text) : otherwise;
+}
+
+/** The stop of the address; null if there is none, or none that the slider has. */
+function stopIn(query) {
+  const stop = Number(query.get("stop") || NaN);
+  return stop >= MOST_STOP * 2 ** (-STOP_STEPS / 4) && stop <= MOST_STOP ? stop : null;
 }
 
 /** Show what an address describes; entries that are missing or wrong take their defaults. */
@@ -334,13 +383,16 @@ async function show(query) {
   const { M } = layerShown(), threshold = numberIn(query, "confidence", 100, null);
   Object.assign(state, {
     sample: query.has("seed"), seed: numberIn(query, "seed", 2 ** 32 - 1, 0), budget: numberIn(query, "budget", M, null),
+    stop: stopIn(query),
     confidence: threshold === null || pack.kind === "text" ? null : threshold / 100,
     step: numberIn(query, "step", M, null), node: numberIn(query, "node", M - 1, null),
     text: query.get("text") ?? state.text, byte: numberIn(query, "byte", 1e6, null),
     colour: query.get("colour") === "first" ? "first" : "count",
+    rows: query.get("rows") === "all" ? "all" : "text",
   });
   if (pack.kind === "text") {
     document.querySelector(`[name=colour][value=${state.colour}]`).checked = true;
+    document.querySelector(`[name=rows][value=${state.rows}]`).checked = true;
     openTexts();
     return update();
   }

@@ -83,6 +83,41 @@ function paintBytes() {
   }));
 }
 
+// ---------------------------------------------------------------- the table of paths
+
+let pathTable = { key: "", paths: null }; // of the model, the budget and the stop shown
+let byteInView = null; // the byte whose row was scrolled into view
+
+/** The path of every byte, computed once for a budget and a stop; null where it depends on the text. */
+function pathsShown() {
+  const limits = { maxExperts: state.budget, stop: state.stop }, key = JSON.stringify([state.model, limits]);
+  if (pathTable.key !== key) pathTable = { key, paths: model.paths(limits) };
+  return pathTable.paths;
+}
+
+function paintTable() {
+  const paths = pathsShown(), { N } = layerShown(), byteNow = tokens[byteShown()];
+  $("table-rows").hidden = !paths;
+  for (const radio of document.getElementsByName("rows")) radio.disabled = !paths;
+  if (!paths) {
+    $("table-hint").textContent = "This model's path depends on the text before a byte, so there is no table of paths.";
+    return;
+  }
+  const shown = state.rows === "all" ? Array.from(paths.keys()) : [...new Set(tokens)], { size } = new Set(paths.map(String));
+  const drawn = state.sample ? " The table is greedy; drawn paths differ from place to place." : "";
+  $("table-hint").textContent = `A byte's path is known before the model runs, whatever the text is: the ${paths.length} bytes ` +
+    `have ${size} different paths.${drawn}`;
+  const step = (node) => {
+    const name = `${Math.floor(node / N) + 1}:${(node % N) + 1}`;
+    return [node === state.node ? make("b", {}, name) : name, " "];
+  };
+  $("table-rows").querySelector("tbody").replaceChildren(...shown.map((byte) => make("tr", {
+    class: byte === byteNow ? "now" : "", "data-row": byte,
+  }, make("th", { scope: "row" }, byteName(byte)), make("td", {}, paths[byte].length), make("td", {}, ...paths[byte].flatMap(step)))));
+  if (byteNow !== byteInView) $("table-rows").scrollTop = ($("table-rows").querySelector(".now")?.offsetTop ?? 0) - 80;
+  byteInView = byteNow;
+}
+
 function wireText() {
   const showByte = (byte) => {
     if (byte === state.byte) return;
@@ -102,6 +137,12 @@ function wireText() {
     event.preventDefault();
     showByte(Number(to.dataset.byte));
   });
+  for (const radio of document.getElementsByName("rows")) {
+    radio.addEventListener("change", () => {
+      state.rows = radio.value;
+      paint();
+    });
+  }
   for (const radio of document.getElementsByName("colour")) {
     radio.addEventListener("change", () => {
       state.colour = radio.value;
