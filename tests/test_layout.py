@@ -48,7 +48,7 @@ def test_the_file_map_has_at_most_a_dozen_floors():
 def test_the_readme_is_short_and_narrow():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 120
-    assert max(map(len, lines)) <= 100
+    assert max(len(line) for line in lines if not line.startswith("|")) <= 100  # a row of a table cannot be wrapped
 
 
 # Names that the files of a folder share by design: each implementation of a protocol defines them.
