@@ -36,15 +36,12 @@ def sources(tmp_path_factory, files):
     torch.manual_seed(0)
     sharp = {"entry_scale": 8.0, "input_init_std": 2.0, "weighting": "relative", "num_experts": 4}
     text = raytraced.build("gpt-mre", dim=16, hidden=8, depth=2, num_heads=2, context=64, **sharp)
-    for name, model in (("digits", raytraced.load("mre-digits")), ("text", text)):
-        model.card = replace(model.card, dial={"split": "validation", "rows": ROWS})
+    table = {"split": "validation", "rows": ROWS}
+    digits = raytraced.load("mre-digits")
+    for name, model, dial in (("digits", digits, table), ("text", text, table), ("uncalibrated", digits, {})):
+        model.card = replace(model.card, dial=dial)
         raytraced.save(model, folder / f"{name}.safetensors")
-    return [
-        str(folder / "digits.safetensors"),
-        str(folder / "text.safetensors"),
-        str(files / "top-k.safetensors"),
-        "mre-mnist",
-    ]
+    return [*map(str, sorted(folder.glob("*.safetensors"))), str(files / "top-k.safetensors")]
 
 
 @pytest.fixture(scope="module")
@@ -174,12 +171,10 @@ def test_texts_are_generated_with_their_budget_beside_others(address, served, op
         ({"experts": 3, "effort": 1}, "experts=3.0: give either experts or effort=1.0, not both"),
         ({"experts": 3, "effort": [0.5, 1]}, "experts=3.0: give either experts or effort=[0.5, 1.0], not both"),
         ({"experts": 3, "model": "top-k"}, "experts=3.0: has no effect on top-k"),
-        ({"effort": 0.5, "model": "mre-mnist"}, "effort=0.5: the card of mre-mnist has no table of budgets; run raytraced calibrate"),
+        ({"effort": 0.5, "model": "uncalibrated"}, "effort=0.5: the card of uncalibrated has no table of budgets; run raytraced calibrate"),
     ],
 )  # fmt: skip
 def test_bad_budgets_are_refused_in_one_line(address, fields, message):
-    if fields.get("model") == "mre-mnist":
-        fields = fields | {"image": in_base64(png(some_images((1, 28, 28), 1)[0, 0].numpy()))}
     found = predict(address, 422, **fields)
     assert found.startswith(message)
     assert "\n" not in found
@@ -193,7 +188,7 @@ def test_the_effort_of_a_stop_is_the_inverse_of_the_table():
 
 
 def test_what_an_answer_at_the_end_takes_is_measured_before_the_first_request(served):
-    server = Server([served["digits"], served["text"], served["mre-mnist"]])
+    server = Server([served["digits"], served["text"], served["uncalibrated"]])
     for address in running(server):
         assert httpx.get(f"{address}/readyz", timeout=30).status_code == 200
         measured = server.engine.worker.times.seconds
