@@ -27,7 +27,7 @@ def paths(
     """Print the table of paths of a language model: which experts each word of its vocabulary runs, in which order.
 
     A path is a list of block:expert pairs in order of activation, numbered from 1. The table exists for models whose path
-    depends on the token alone; the model looks it up when it runs.
+    depends on the token alone; such a model reads its paths from the table.
 
     Args:
         run: A run folder of a language model, its name in the runs folder, a model file, or a shipped model.
