@@ -13,11 +13,15 @@ Finished pieces are kept in benchmarks/attack.json and not repeated, so that you
 * sigterm: SIGTERM while 25 texts are generated. All of them must be complete, and equal to those of another server.
 * kills: training runs that are killed at random moments, five times each, and resumed. All files must equal those of a run
   that was not killed, bit for bit.
+* files: pickles, Python files and archives of them, under every name that raytraced reads, are given to each command, to
+  `load` and to a server. Each would leave a marker where its code runs: none may. (`--plugin FILE` runs a file; nothing else.)
 * configurations: random grids and options, compiled kernels against the plain path, outputs and gradients.
 """
 
 import argparse
 import asyncio
+import base64
+import io
 import json
 import random
 import signal
@@ -27,18 +31,25 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import torch
+from PIL import Image
 
 from experiments import BENCHMARKS, ROOT
+from experiments.code_files import MARKERS, run_themselves, take_markers, write_code_files
 from experiments.reproduce.tables import Table
 from experiments.server.client import Client
 from experiments.server.process import ServerProcess
 from experiments.server.random_requests import RandomRequest, draw_malformed, draw_valid, read_models
-from raytraced import build, save
+from raytraced import build, load, save
+from raytraced.cli.main import main as main_of_raytraced
+from raytraced.data.cache import from_folder
+from raytraced.tasks.images.catalog import CATALOG
 
 PIECE = 1000  # requests between two checks
 CLIENTS = 8
@@ -214,11 +225,128 @@ def attack_configurations(piece: int) -> Found:
     return run_tests(KERNEL_TESTS, piece)
 
 
+def attack_files(piece: int) -> Found:
+    """Files that run code, to every reader; a marker is a failure, and so is an error that is not one line."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name, "files")
+        folder.mkdir()
+        paths, output = write_code_files(folder), Path(name, "output")
+        output.mkdir()
+        failures = [] if run_themselves(folder) == MARKERS else ["some files cannot leave a marker"]
+        began, done = time.perf_counter(), 0
+        for path in paths:
+            for reader, words in readers(path, output).items():
+                problem = read_file(words) if words else refusal(reader, path)
+                failures += [f"{reader} {path.name}: {problem}"] if problem else []
+                failures += [f"{reader} {path.name}: ran its code ({one})" for one in sorted(take_markers(folder))]
+                done += 1
+        with ServerProcess("mre-digits") as server:
+            for path in (path for path in paths if path.is_file()):
+                for reader, status in asyncio.run(send_file(server.address, path.read_bytes())).items():
+                    failures += [f"{reader} {path.name}: {status}"] if status is None or status >= 500 else []
+                    failures += [f"{reader} {path.name}: ran its code ({one})" for one in sorted(take_markers(folder))]
+                    done += 1
+        return {"done": done, "failures": failures, "seconds": time.perf_counter() - began}
+
+
+def readers(path: Path, output: Path) -> dict[str, list[str]]:
+    """The words of each command that is given a file or a folder; none for what is called in Python."""
+    file, words = str(path), {"epochs": "1", "runs-dir": str(output), "data-root": str(output)}
+    image, text, page, custom = (
+        str(output / name) for name in ("image.png", "text.txt", "page.html", "model.safetensors")
+    )
+    model = load("mre-digits")
+    model.card = replace(model.card, data=None)  # the page of a model of the catalogue reads no other data
+    save(model, custom)
+    Image.new("L", (8, 8), 9).save(image)
+    Path(text).write_text("line by line, a text\n" * 200)
+    training = [word for name, value in words.items() for word in (f"--{name}", value)] + ["--quiet"]
+    small = [
+        "--model",
+        "gpt-mre",
+        "--data-options.context",
+        "16",
+        "--data-options.steps",
+        "1",
+        "--model-options.dim",
+        "8",
+    ]
+    small += ["--model-options.num-heads", "2", "--model-options.num-experts", "2"]
+    return {
+        "load": [],
+        "original files": [],
+        "train --data": ["train", "--data", file, *training],
+        "train text --data": ["train", "--data", file, *small, *training],
+        "train tokenizer": ["train", "--data", text, "--data-options.tokenizer", file, *small, *training],
+        "train -c": ["train", "-c", file, *training],
+        "sweep": ["sweep", file, "--output", str(output / "sweep")],
+        "resume": ["resume", file],
+        "evaluate": ["evaluate", file, "--data", "digits"],
+        "evaluate --data": ["evaluate", "mre-digits", "--data", file, "--data-root", str(output)],
+        "evaluate --routes": ["evaluate", "mre-digits", "--routes", file],
+        "calibrate": ["calibrate", file, "--data", "digits"],
+        "predict": ["predict", file, image],
+        "predict FILE": ["predict", "mre-digits", file],
+        "generate": ["generate", file, "text", "--length", "3"],
+        "paths": ["paths", file],
+        "explore": ["explore", file, "--output", page],
+        "explore --data": ["explore", custom, "--data", file, "--output", page],
+        "export": ["export", file, "--format", "torch", "--output", str(output / "model.pt2")],
+        "store": ["store", file, str(output / "store.safetensors")],
+        "runs": ["runs", "--runs-dir", file],
+        "compare": ["compare", file, "--output", str(output / "curves.png")],
+        "data show": ["data", "show", file, "--output", str(output / "sheet.png"), "--data-root", str(output)],
+    }
+
+
+def read_file(words: list[str]) -> str | None:
+    """Run a command; returns what is wrong with how it ended, or None."""
+    errors = io.StringIO()
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(errors):
+            code = main_of_raytraced(words)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None if code in (0, 2) else f"exit code {code}: {errors.getvalue()[-500:]}"
+
+
+def refusal(reader: str, path: Path) -> str | None:
+    """Read a model, or the original files of a data set; returns what is wrong with the refusal, or None."""
+    try:
+        if reader == "load":
+            load(path)
+        else:
+            from_folder(path, CATALOG["cifar10"].parts[0])
+    except (ValueError, OSError):
+        return None
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "was read"
+
+
+async def send_file(address: str, content: bytes) -> dict[str, int | None]:
+    """The status of a server's answer to a file, by the way it was sent."""
+    mark = b"--boundary\r\nContent-Disposition: form-data; name="
+    form = mark + b'"files"; filename="model.pt"\r\n\r\n' + content + b"\r\n" + mark + b'"model"\r\n\r\nmre-digits'
+    body = json.dumps({"model": "mre-digits", "image": base64.b64encode(content).decode()}).encode()
+    async with Client(address) as client:
+        return {
+            "/api/upload": (
+                await client.post(
+                    "/api/upload", form + b"\r\n--boundary--\r\n", "multipart/form-data; boundary=boundary"
+                )
+            ).status,
+            "/api/predict": (await client.post("/api/predict", body)).status,
+            "/api/predict, as it is": (await client.post("/api/predict", content)).status,
+        }
+
+
 PARTS: dict[str, tuple[int, Callable[[int], Found], str]] = {
     "malformed": (NUM_MALFORMED // PIECE, attack_malformed, "malformed requests: no 5xx, no hang"),
     "valid": (NUM_VALID // PIECE, attack_valid, "valid random requests: all answered with 200"),
     "sigterm": (4, attack_sigterm, "texts in progress at SIGTERM: all complete and equal"),
     "kills": (8, attack_kills, "kills of 8 training runs: resumed bit for bit"),
+    "files": (1, attack_files, "files that run code, given to every reader: none ran"),
     "configurations": (5, attack_configurations, "configurations: compiled kernels equal the plain path"),
 }
 
