@@ -16,6 +16,7 @@ NOT_MET = {
     "a reason that stands inside another message": (
         "its tensors do not fit each other", "its nodes do not fit its grid", "its nodes are not its active experts",
         "its experts do not fit model", "it is not an archive of arrays", "it has no ", " is not installed",
+        ": not found", ": there is no such folder",
         " gave no result within ", " ended with code ",
     ),
     "progress, not a problem": (
