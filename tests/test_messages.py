@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SCANNED = ("cli", "io", "tasks", "data", "training", "integrations")
-# Messages that nobody meets in the first hour, by a part of each.
+# Messages that no user meets in the first hour, by a part of each.
 NOT_MET = {
     "a reason that stands inside another message": (
         "its tensors do not fit each other", "its nodes do not fit its grid", "its nodes are not its active experts",
