@@ -40,7 +40,6 @@ COMMANDS = {
     "predict": Command("training:predict", "predict the class of image files"),
     "generate": Command("generate:generate", "continue a text with a language model"),
     "paths": Command("paths:paths", "print which experts each word of a language model runs, in which order"),
-    "paths": Command("paths:paths", "print which experts each word of a language model runs, in which order"),
     "serve": Command("serve:serve", "serve models over HTTP, with deadlines, and a web page"),
     "explore": Command("explore:explore", "write a web page that runs models and shows their experts"),
     "export": Command("export:export", "export a trained classifier to ONNX or torch.export"),
