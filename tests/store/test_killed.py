@@ -64,7 +64,7 @@ def wait_for_reads(process: subprocess.Popen, path: Path, num_bytes: int) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="looks into /proc")
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="reads /proc")
 def test_a_kill_while_experts_are_read_leaves_nothing_behind_and_the_next_call_works(tmp_path):
     raytraced.save(raytraced.build("gpt-mre", **SIZES), tmp_path / "store.safetensors", store=True)
     path, own = tmp_path / "store.safetensors", tmp_path / "own"
