@@ -1,14 +1,18 @@
 """Do hard images run more experts? Rank correlations between the experts per image and another model's loss on it.
 
-    python -m experiments.reproduce --only early-exit                     # trains the models
-    python -m experiments.difficulty results/runs        # writes difficulty.md and hard.png beside it
+    python -m experiments.difficulty WORK           # trains what is missing in WORK, measures it, writes the page
+    python -m experiments.difficulty WORK --table   # writes the page from benchmarks/difficulty.npz alone
 
-The other model is of another kind and another seed: four dense blocks, seed 200, trained here as those in results/ are.
-Test images; thresholds from validation images, the cheapest that loses at most 0.1 points. The aims were written down
-before the runs, in benchmarks/aims.md.
+The other model is of another kind and another seed: four dense blocks, seed 200, trained as those in results/ are. Test
+images; thresholds from validation images, the cheapest that loses at most 0.1 points. The aims are in benchmarks/aims.md.
+They and the criterion of the readings have the same time stamp as their results in the version history: for these two the
+order cannot be shown.
+
+Axes: n images, S exits.
 """
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +25,43 @@ from experiments import BENCHMARKS, RESULTS
 from experiments.reproduce.canvas import card
 from experiments.reproduce.command import find_plan
 from experiments.reproduce.plan import FULL, Planner, Run
-from experiments.reproduce.records import spread
-from experiments.reproduce.tables import Table
-from experiments.reproduce.variants import DATA_NAMES, DENSE_VARIANTS, MRE
+from experiments.reproduce.records import Store, spread
+from experiments.reproduce.tables import Table, count_seeds
+from experiments.reproduce.variants import DATA_NAMES, DENSE_VARIANTS, EXIT_BASELINES, MRE, Variant
 from raytraced import load
+from raytraced.early_exit import ExitPolicy, answers
 from raytraced.tasks.registry import find_task
 from raytraced.training.calibration import calibrate, evaluate_exits, first_confident_exit
 from raytraced.training.loop import train
 
-SEEDS = range(5)
+SEEDS = 5
+THRESHOLD_SEEDS = 2  # so that the arrays stay below 2 MB
+OTHER_SEED = 200
 NUM_SHOWN = 12
 DENSE = next(one for one in DENSE_VARIANTS if one.label == "dense-4")
+THRESHOLD = next(one for one in EXIT_BASELINES if one.label == "threshold-exits")
+FILE = BENCHMARKS / "difficulty.npz"
+UNION_PARTS = ("mnist", "fashion-mnist", "cifar10")  # ten classes each, in this order
+COLUMNS = ("early exit", "no early exit", "gain, early exit", "gain, no early exit")
+
+
+Arrays = dict[str, np.ndarray]
+"""`data/hard`: losses of the other model (n,); `data/label/seed/name`: early, end (experts), first, last (losses) (n,)."""
+
+
+def trained(run: Run, work: Path) -> Path:
+    """The folder of a run; it is trained if it is missing."""
+    folder = work / run.folder
+    if not (folder / "model.safetensors").exists():
+        values = {"runs_dir": str(work), "name": folder.name}
+        train(type(run.config)(**vars(run.config) | values), callbacks=())
+    return folder
 
 
 def losses_of_another(planner: Planner, data: str, work: Path) -> torch.Tensor:
     """The loss of the other model on every test image (n,)."""
-    (run,) = planner.runs("main", [DENSE], [data], [200])
-    folder = work / f"difficulty-{data}"
-    if not (folder / "model.safetensors").exists():
-        values = {"output": str(work), "name": folder.name}
-        train(type(run.config)(**vars(run.config) | values), callbacks=())
-    model, task = load(folder), find_task(data)
+    (run,) = planner.runs("main", [DENSE], [data], [OTHER_SEED])
+    model, task = load(trained(run, work)), find_task(data)
     losses = []
     for batch in test_batches(task, task.load_for(model, data, None)):
         with torch.no_grad():
@@ -55,14 +75,85 @@ def test_batches(task: Any, data: Any) -> Any:
     return task.loader(data, "test", 1000, {}, shuffle=False, **place).epoch(0)
 
 
-def study(run: Run, work: Path) -> dict[str, torch.Tensor]:
-    """Experts that each test image runs with early exit, and to the end of its own sequence."""
-    model, task = load(work / run.folder), find_task(run.data)
+def study(run: Run, work: Path) -> Arrays:
+    """What each test image ran with early exit and to the end, and its losses at the first exit and at the end."""
+    model, task = load(trained(run, work)), find_task(run.data)
     data = task.load_for(model, run.data, None)
     confidence = calibrate(evaluate_exits(model, task, data, "validation", "layer"), 0.1)
     exits = evaluate_exits(model, task, data, "test", "layer")
     exit_n1 = first_confident_exit(exits.confidence, confidence)[:, None]
-    return {"early exit": exits.experts.gather(1, exit_n1)[:, 0], "own": exits.experts[:, -1]}
+    first, last = (torch.cat(losses) for losses in zip(*ends(model, task, data), strict=True))
+    early, end = exits.experts.gather(1, exit_n1)[:, 0], exits.experts[:, -1]
+    report_accuracy(run, float(exits.whole[:, 0].mean()))
+    return {
+        "early": early.numpy().astype(np.uint8),
+        "end": end.numpy().astype(np.uint8),
+        "first": first.numpy().astype(np.float16),
+        "last": last.numpy().astype(np.float16),
+    }
+
+
+@torch.no_grad()
+def ends(model: Any, task: Any, data: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The losses at the first exit and at the end, batch by batch (n,)."""
+    for batch in test_batches(task, data):
+        outputs = list(answers(lambda: model.exits(batch.inputs, "layer"), ExitPolicy()))  # noqa: B023
+        yield tuple(task.target_losses(outputs[at].logits, batch) for at in (0, -1))  # type: ignore[misc]
+
+
+def report_accuracy(run: Run, accuracy: float) -> None:
+    """Print the accuracy beside that of the record: a run that was trained again need not be the same."""
+    known = Store(RESULTS / "records").records.get(run.key)
+    print(
+        f"{run.key}: {accuracy:.2%}, record {known.accuracy:.2%}" if known else f"{run.key}: {accuracy:.2%}", flush=True
+    )
+
+
+def correlations(hard_n: np.ndarray, run: Arrays) -> list[float]:
+    """Rank correlations of experts with the other model's loss, and with the gain from running on.
+
+    Args:
+        hard_n: The loss of the other model.
+        run: The arrays of one model.
+
+    Returns:
+        With early exit and without it: of experts and `hard_n`; then of experts and the loss at the first exit less that at
+        the end.
+    """
+    gain_n = run["first"].astype(np.float32) - run["last"].astype(np.float32)
+    return [float(spearmanr(run[name], other)[0]) for other in (hard_n, gain_n) for name in ("early", "end")]
+
+
+def runs_in(arrays: Arrays, data: str) -> dict[str, list[Arrays]]:
+    """Label → the arrays of every seed."""
+    found: dict[tuple[str, str], Arrays] = {}
+    for key, values in arrays.items():
+        name, *rest = key.split("/")
+        if name == data and len(rest) == 3:
+            found.setdefault((rest[0], rest[1]), {})[rest[2]] = values
+    runs: dict[str, list[Arrays]] = {}
+    for (label, _), run in found.items():
+        runs.setdefault(label, []).append(run)
+    return runs
+
+
+def make_rows(arrays: Arrays, data: str) -> Iterator[list[str]]:
+    """The rows of one data set: every model, on the union also within each part."""
+    hard_n = arrays[f"{data}/hard"]
+    parts: dict[str, np.ndarray] = {DATA_NAMES[data]: np.full(len(hard_n), True)}
+    if f"{data}/part" in arrays:
+        parts |= {
+            f"Union, {DATA_NAMES[name]} alone": arrays[f"{data}/part"] == at for at, name in enumerate(UNION_PARTS)
+        }
+    for label, runs in runs_in(arrays, data).items():
+        for name, inside_n in parts.items():
+            found = [
+                correlations(hard_n[inside_n], {key: value[inside_n] for key, value in run.items()}) for run in runs
+            ]
+            columns = [spread(column) for column in zip(*found, strict=True)]
+            errors = [f" ± {one.error:.2f}" if one.num > 1 else "" for one in columns]
+            cells = [f"{one.mean:.2f}{error}" for one, error in zip(columns, errors, strict=True)]
+            yield [name if label == MRE.label else f"{name}, {label}", *cells, count_seeds([len(runs)])]
 
 
 def gallery(images: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Figure:
@@ -81,38 +172,64 @@ def gallery(images: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Fig
         return figure
 
 
-def main(work: Path) -> None:
-    """Measure all data sets, and write the page and the figure."""
-    planner, rows, images = find_plan(FULL, RESULTS), [], {}
-    for data in [name for name, plan in FULL.data.items() if plan.compared]:
-        hard = losses_of_another(planner, data, work)
-        found: dict[str, list[float]] = {"early exit": [], "own": []}
-        for run in planner.runs("main", [MRE], [data], SEEDS):
-            lengths = study(run, work)
-            for name, values in lengths.items():
-                found[name].append(float(spearmanr(values.numpy(), hard.numpy())[0]))
-            if run.seed == 0 and not FULL.data[data].wide:
-                dataset = find_task(data).load(data, None)
-                order = lengths["early exit"].argsort(stable=True).numpy()
-                images[data] = dataset.test.images.numpy(), order[:NUM_SHOWN], order[-NUM_SHOWN:]
-        cells = [f"{one.mean:.2f} ± {one.std:.2f}" for one in map(spread, found.values())]
-        rows.append([DATA_NAMES[data], *cells, str(len(SEEDS))])
-        print(rows[-1], flush=True)
-    header = ["", "early exit", "no early exit", "seeds"]
-    table = "\n".join(Table("", header, rows).lines())
-    doc = (__doc__ or "").partition("\n\nThe other")[2]
-    text = f"""# Do hard images run more experts?
+def measure(work: Path, seeds: int, threshold_seeds: int) -> Arrays:
+    """Measure all data sets, and draw the gallery."""
+    planner, arrays, images = find_plan(FULL, RESULTS), {}, {}
+    models: list[tuple[Variant, int]] = [(MRE, seeds), (THRESHOLD, threshold_seeds)]
+    for variant, num in models:
+        for data in [name for name, plan in FULL.data.items() if plan.compared]:
+            if f"{data}/hard" not in arrays:
+                arrays[f"{data}/hard"] = losses_of_another(planner, data, work).numpy().astype(np.float16)
+            for run in planner.runs("main", [variant], [data], range(num)):
+                found = study(run, work)
+                arrays |= {f"{data}/{run.label}/{run.seed}/{name}": values for name, values in found.items()}
+                if variant is MRE and run.seed == 0:
+                    dataset = find_task(data).load(data, None)
+                    if FULL.data[data].wide:
+                        arrays[f"{data}/part"] = (dataset.test.labels.numpy() // 10).astype(np.uint8)
+                    else:
+                        order = found["early"].argsort(kind="stable")
+                        images[data] = dataset.test.images.numpy(), order[:NUM_SHOWN], order[-NUM_SHOWN:]
+    gallery(images).savefig(BENCHMARKS / "hard.png", dpi=150, metadata={"Software": None})
+    return arrays
+
+
+def page(arrays: Arrays) -> str:
+    """The page, from the arrays alone."""
+    names = [data for data in FULL.data if f"{data}/hard" in arrays]
+    rows = [row for data in names for row in make_rows(arrays, data)]
+    table = "\n".join(Table("", ["", *COLUMNS, "models"], rows).lines())
+    doc = (__doc__ or "").partition("\n\nThe other")[2].partition("\n\nAxes")[0]
+    return f"""# Do hard images run more experts?
 
 Rank correlation (Spearman) over test images between the experts that an image runs and the loss of another model on it;
-mean ± standard deviation over the seeds. The other{doc}
+mean ± standard error over the seeds. The other{doc}
+
+*Gain*: the same with the loss at the first exit less that at the end in place of the other model's loss, so whether images
+that gain more by experts run more of them. Rows without a name of a model are of MRE, the others of a baseline that varies
+its number of experts too, trained with the same loss on exits. On the union a model may tell the data sets apart; the rows
+*alone* are within one of them.
+
 {table}
+
+Experts and losses of every image are in difficulty.npz. Written by `python -m experiments.difficulty`.
 """
+
+
+def main(work: Path, seeds: int, threshold_seeds: int, table: bool) -> None:
+    """Measure, unless only the page is asked for; write the page."""
+    if not table:
+        np.savez_compressed(FILE, **measure(work, seeds, threshold_seeds))
+    with np.load(FILE) as arrays:
+        text = page(dict(arrays))
     (BENCHMARKS / "difficulty.md").write_text(text, "utf-8")
-    gallery(images).savefig(BENCHMARKS / "hard.png", dpi=150, metadata={"Software": None})
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("work", type=Path, help="where `python -m experiments.reproduce` trained")
+    parser.add_argument("work", type=Path, help="folder of the runs")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="of MRE")
+    parser.add_argument("--threshold-seeds", type=int, default=THRESHOLD_SEEDS, help="of the baseline")
+    parser.add_argument("--table", action="store_true", help="train and measure nothing")
     torch.set_num_threads(1)
-    main(parser.parse_args().work)
+    main(**vars(parser.parse_args()))
