@@ -121,7 +121,7 @@ def train_all(
     import matplotlib  # noqa: F401 (a missing one is reported before hours of training)
 
     from experiments.reproduce.run import run_all
-    from experiments.reproduce.search import ask_searches, tell_searches
+    from experiments.reproduce.search import ask_searches, report_searches
     from raytraced.tasks.registry import find_task
 
     failures: dict[str, str] = {}
@@ -141,7 +141,7 @@ def train_all(
             find_task(name).load(name, data_root)
         executor, workers, again = place
         failures |= run_all(runs, folder / "runs", records, workers, data_root, executor, again)
-        tell_searches(runs, known(), folder)
+        report_searches(runs, known(), folder)
         found = find_plan(scale, folder)
         if found == planner:
             # A search's run that diverged is a result, not a failure.

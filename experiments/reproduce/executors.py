@@ -20,7 +20,7 @@ from raytraced.errors import did_you_mean
 ROOT = Path(__file__).parents[2]
 EXTRAS = {"local": "", "dask": "distributed", "ray": "ray", "slurm": "submitit"}
 """names of executors → the package that each needs"""
-POLL_SECONDS = 0.5  # seconds between two looks at the jobs of SLURM
+POLL_SECONDS = 0.5  # seconds between two checks of the jobs of SLURM
 
 
 class JobExecutor(Executor):

@@ -37,7 +37,7 @@ class DataPlan:
     )  # options of all its models, where they are wider than the paper's
     training: dict[str, Any] = field(default_factory=dict)  # training options of all its runs
     extends: bool = (
-        True  # whether a search goes on while the best rate is at the edge; False: as many runs for every model
+        True  # whether a search continues while the best rate is at the edge; False: as many runs for every model
     )
     rates_of: str = ""  # the data set whose learning rates it uses in place of a search
     epoch_seconds: float = 1.0  # of MRE on one core; for the first estimate of the time, and for the order of runs

@@ -33,7 +33,7 @@ from raytraced.training.interrupt import Interrupted, StopRequest, listen
 from raytraced.training.run_folder import RunFolder
 
 MOST_TRIES = 2  # of a run whose worker was killed or crashed
-LOOK_SECONDS = 1.0  # between two looks at runs that another runner trains
+POLL_SECONDS = 1.0  # between two checks of runs that another runner trains
 STOP_SECONDS = 60.0  # that workers of other machines get to save their runs
 MOST_BUDGETS = 20
 WITHIN = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0)  # points of validation accuracy that an early exit may cost
@@ -138,7 +138,7 @@ class Runner:
         self.elsewhere: list[Run] = []  # trained by another runner
         self.tries, self.failures, self.started = Counter[str](), dict[str, str](), time.monotonic()
         self.stop_file = work / f".stop-{uuid4().hex}"
-        self.looked = 0.0
+        self.polled = 0.0
 
     @property
     def to_go(self) -> list[Run]:
@@ -153,11 +153,11 @@ class Runner:
                 if self.busy:
                     done = wait(self.busy, timeout=0.5, return_when=FIRST_COMPLETED).done
                 else:
-                    time.sleep(LOOK_SECONDS / 4)
+                    time.sleep(POLL_SECONDS / 4)
                     done = set()
                 for future in done:
                     self.end_job(self.busy.pop(future), future)
-                self.look_elsewhere()
+                self.publish_elsewhere()
                 names = ", ".join(run.key for run in self.busy.values())
                 self.status.update(f"{len(self.to_go)} runs to go, {self.time_left()}; running: {names}")
         finally:
@@ -186,11 +186,11 @@ class Runner:
         problem = f"its worker process was killed or crashed {MOST_TRIES} times" if is_lost else outcome.problem
         self.report(run, problem)
 
-    def look_elsewhere(self) -> None:
+    def publish_elsewhere(self) -> None:
         """Publish the runs that another runner has completed, and take back those that it gave up."""
-        if time.monotonic() - self.looked < LOOK_SECONDS:
+        if time.monotonic() - self.polled < POLL_SECONDS:
             return
-        self.looked = time.monotonic()
+        self.polled = time.monotonic()
         for run in list(self.elsewhere):
             if publish(run, self.work, self.store) is not None:
                 self.elsewhere.remove(run)
@@ -219,7 +219,7 @@ class Runner:
             self.jobs.cancel()
             deadline = time.monotonic() + STOP_SECONDS
             while time.monotonic() < deadline and any(is_claimed(self.work, folder) for folder in running):
-                time.sleep(LOOK_SECONDS / 10)
+                time.sleep(POLL_SECONDS / 10)
         self.jobs.shutdown()
         self.stop_file.unlink(missing_ok=True)
 
@@ -307,13 +307,13 @@ def watch(stop_file: Path | None) -> Iterator[StopRequest]:
     """Make a request to stop, which another thread sets when a file appears."""
     request, ended = StopRequest(), threading.Event()
 
-    def look() -> None:
-        while stop_file is not None and not ended.wait(LOOK_SECONDS / 4):
+    def poll() -> None:
+        while stop_file is not None and not ended.wait(POLL_SECONDS / 4):
             if stop_file.exists():
                 request.number = signal.SIGTERM
                 return
 
-    threading.Thread(target=look, daemon=True).start()
+    threading.Thread(target=poll, daemon=True).start()
     try:
         yield request
     finally:

@@ -40,17 +40,17 @@ def ask_searches(
     grids = dict(planner.grids)
     for (data, label), runs in searches_of(collect_runs(parts, planner, selected)).items():
         study = open_study(folder, runs)
-        tell(study, results.searches().get((data, label), {}))
+        report_scores(study, results.searches().get((data, label), {}))
         searched = planner.scale.data[data]
         extends = planner.scale.fixed_lr is None and searched.extends
         grids[data, label] = ask(study, searched.grid, extends)
     return replace(planner, grids=grids)
 
 
-def tell_searches(runs: Sequence[Run], results: Results, folder: Path) -> None:
+def report_searches(runs: Sequence[Run], results: Results, folder: Path) -> None:
     """Tell the studies what the runs of their trials have found."""
     for key, some in searches_of(runs).items():
-        tell(open_study(folder, some), results.searches().get(key, {}))
+        report_scores(open_study(folder, some), results.searches().get(key, {}))
 
 
 def searches_of(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
@@ -84,7 +84,7 @@ def rates_of(study: "optuna.Study") -> dict[float, Any]:
     return {one.params["lr"]: one for one in reversed(trials) if "lr" in one.params}
 
 
-def tell(study: "optuna.Study", scores: Scores) -> None:
+def report_scores(study: "optuna.Study", scores: Scores) -> None:
     """Complete the trials whose runs have ended; a run that no trial asked for becomes one."""
     import optuna
 

@@ -15,7 +15,7 @@ TOP_K = ("top-1", "top-2", "top-4")
 OWN_INPUT = (*TOP_K, "top-2-balance", "aux-free-2", "threshold", "seq-top-2", "depths-2", "matryoshka")
 HASH = ("hash-1", "hash-2")
 BASELINES = ("dense-2", *OWN_INPUT, *HASH, "planned-2")
-FEWEST, MOST = 1.0, 4.5  # experts per block between which rows of the dial are judged
+FEWEST, MOST = 1.0, 4.5  # experts per block between which rows of the dial are compared with the aims
 REACHED = (1.25, 3.5)  # and which they must reach
 
 Seconds = Mapping[

@@ -166,7 +166,7 @@ def test_a_run_that_another_runner_gives_up_is_taken_back(tmp_path, monkeypatch,
             pass
 
     monkeypatch.setattr(running, "make_executor", lambda *_: Once())
-    monkeypatch.setattr(running, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(running, "POLL_SECONDS", 0.01)
     assert running.run_all([run], tmp_path / "work", tmp_path / "records", 1) == {}
     assert asked == [run.key] * 2
 

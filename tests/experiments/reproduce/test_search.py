@@ -48,7 +48,7 @@ def test_a_study_tries_what_the_rule_of_the_records_says(tmp_path, record, score
     runs = runs_on(grid=(5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2))
     results = results_of(runs, scores, record)
     study = search.open_study(tmp_path, runs)
-    search.tell(study, results.searches().get(("mnist", MRE.label), {}))
+    search.report_scores(study, results.searches().get(("mnist", MRE.label), {}))
     rates = search.ask(study, FULL.data["mnist"].grid, extend=True)
     expected = read_searches(results, FULL)[1].get(("mnist", MRE.label), FULL.data["mnist"].grid)
     assert rates == tuple(sorted(expected))
@@ -63,7 +63,7 @@ def test_machines_share_a_study_and_begin_no_trial_twice(tmp_path, record):
     study = search.open_study(tmp_path, runs)  # by another process
     assert search.ask(study, FULL.data["mnist"].grid, extend=True) == first
     assert len(study.trials) == len(first)
-    search.tell_searches(runs, results_of(runs, {lr: 0.5 + lr for lr in first}, record), tmp_path)
+    search.report_searches(runs, results_of(runs, {lr: 0.5 + lr for lr in first}, record), tmp_path)
     assert search.ask(study, FULL.data["mnist"].grid, extend=True) == (*first, 2e-2)
     assert study.best_params == {"lr": 1e-2}
 
