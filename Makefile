@@ -36,7 +36,7 @@ test-slow: .venv/wheels-ready test-sanitizers
 	$(PY) -m pytest -m slow
 
 # the compiled kernels with every memory access and undefined operation checked (GCC), against the plain path; some minutes
-SANITIZED := $(addprefix tests/kernels/test_,sequence_cpp.py experts_cpp.py raytrace_cpp.py raytrace_gradients.py early_exit_cpp.py convolution_cpp.py)
+SANITIZED := $(addprefix tests/kernels/test_,sequence_cpp.py experts_cpp.py raytrace_cpp.py raytrace_gradients.py early_exit_cpp.py convolution_cpp.py) tests/store/test_stored_experts.py
 test-sanitizers: .venv/ready
 	rm -rf build/sanitizers
 	RAYTRACED_SANITIZE=1 $(PY) setup.py -q build --build-base build/sanitizers/objects --build-lib build/sanitizers/lib
