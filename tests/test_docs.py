@@ -33,7 +33,7 @@ from PIL import Image
 
 import raytraced as rt
 from experiments.reproduce.command import find_plan
-from experiments.reproduce.plan import TEXT, every_run
+from experiments.reproduce.plan import TEXT, TEXT_WORDS, every_run
 from experiments.reproduce.reading_aims import agrees, compare_final_loss, compare_longer
 from experiments.reproduce.records import Record, Results, Store, spread
 from experiments.reproduce.tables import ACCURACY, USE, final_loss_table, gain_over_fixed, search_table
@@ -535,14 +535,14 @@ def bits_cell(mean: float, std: float, seeds: int) -> str:
 
 
 @cache
-def path_tables() -> dict[str, list[str]]:
-    """The tables of the comparison of paths on enwik8, from the records in results/text, as lines."""
-    folder = ROOT / "results/text"
-    results, seconds = Store(folder / "records").results(every_run(find_plan(TEXT, folder))), read_seconds(folder)
+def path_tables(words: bool = False) -> dict[str, list[str]]:
+    """The tables of the comparison of paths on enwik8, over bytes or over words, from their records, as lines."""
+    folder, scale = ROOT / "results" / ("text-words" if words else "text"), TEXT_WORDS if words else TEXT
+    results, seconds = Store(folder / "records").results(every_run(find_plan(scale, folder))), read_seconds(folder)
     tables = {
         "models": models_on_text(results, "enwik8", seconds),
         "dials": dial_table(results, "enwik8"),
-        "aims": path_aims(results, "enwik8", seconds),
+        "aims": path_aims(results, "enwik8", seconds, scale),
         "seconds": seconds_table(seconds),
         "searches": search_table(results, lambda score: f"{-score:.3f}", ""),
     }
@@ -590,6 +590,10 @@ WRITTEN = {
     "<!-- path aims: make tables writes this table -->\n": lambda: path_tables()["aims"],
     "<!-- path seconds: make tables writes this table -->\n": lambda: path_tables()["seconds"],
     "<!-- path searches: make tables writes this table -->\n": lambda: path_tables()["searches"],
+    "<!-- word models: make tables writes this table -->\n": lambda: path_tables(words=True)["models"],
+    "<!-- word dials: make tables writes this table -->\n": lambda: path_tables(words=True)["dials"],
+    "<!-- word aims: make tables writes this table -->\n": lambda: path_tables(words=True)["aims"],
+    "<!-- word searches: make tables writes this table -->\n": lambda: path_tables(words=True)["searches"],
     "<!-- targets: make tables writes this table -->\n": target_table,
     "<!-- budgets: make tables writes this table -->\n": budgets_table,
 }

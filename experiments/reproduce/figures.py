@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from experiments.reproduce.canvas import PALE, PENS, Pen, card, panels, set_range
 from experiments.reproduce.claims import settled
-from experiments.reproduce.plan import FULL
+from experiments.reproduce.plan import FULL, TEXT_PARTS
 from experiments.reproduce.records import Point, Record, Results, budget_points, spread
 from experiments.reproduce.tables import count_seeds
 from experiments.reproduce.text import text_figure
@@ -75,7 +75,7 @@ def save_figures(
 
 def draw_part(part: str, results: Results, names: list[str], data_root: str | None) -> Iterator[tuple[str, Figure]]:
     """The figures of a part by file name, where there are runs for them."""
-    if part == "text":
+    if part in TEXT_PARTS:
         if names:  # else there are records of searches alone
             yield part, text_figure(results, names)
         return

@@ -121,10 +121,9 @@ def dial_table(results: Results, data: str) -> Table:
         records = results.of(data, label)
         for level in dial_levels(records) if records and line else ():
             above = gap(level, line)
-            shown = f"{above.bits:+.3f}" + (f" ± {above.error:.3f}" if len(records) > 1 else "")
             name = f"{setting} {level.name}"
             costs = [f"{level.experts:.2f}", f"{level.macs / 1000:.0f}"]
-            rows.append([f"`{label}`", name, *costs, format_level(level, len(records)), shown])
+            rows.append([f"`{label}`", name, *costs, format_level(level, len(records)), above.figure])
     header = ["model", "dial", "experts", "MACs", "bits per byte", "above the baselines"]
     return Table(f"One checkpoint, any budget: {DATA_NAMES[data]}", header, rows, DIAL_NOTE)
 
@@ -163,8 +162,8 @@ def text_figure(results: Results, shown: list[str]) -> Figure:
                 rows = sorted(dial_levels(records), key=lambda one: one.macs)
                 line = [one.macs / 1000 for one in rows], [one.bits for one in rows]
                 axes.plot(*line, "--", color=colour, marker=marker, linewidth=1, label=name)
-        best = min(one.bits for one in known.values())
-        axes.set_ylim(best - 0.04, best + 0.42)
+        best, worst = (choose(one.bits for one in known.values()) for choose in (min, max))
+        axes.set_ylim(best - 0.04, min(best + 0.42, worst + 0.06))
         axes.set_xlabel("thousand MACs per token", fontsize=8)
 
     seeds = count_seeds(len(results.of(data, label)) for data in shown for label in results.labels(data))

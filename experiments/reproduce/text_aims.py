@@ -1,5 +1,6 @@
 """The aims of benchmarks/aims-paths.md: lines of baselines in bits against MACs, and the verdict on each aim."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -24,7 +25,10 @@ Seconds = Mapping[
 
 
 class Level(NamedTuple):
-    """Mean bits and MACs per test byte of a model, or of a setting of its dial; `error` is the standard error of the bits."""
+    """Mean bits and MACs per test byte of a model, or of a setting of its dial.
+
+    `error` is the standard error of the bits; NaN where there is one seed.
+    """
 
     name: str
     bits: float
@@ -57,14 +61,20 @@ class Gap(NamedTuple):
     bits: float
     error: float
 
+    @property
+    def figure(self) -> str:
+        """The difference, and its standard error if there are several seeds."""
+        return f"{self.bits:+.3f}" + ("" if math.isnan(self.error) else f" ± {self.error:.3f}")
+
     def __str__(self) -> str:
-        return f"{self.name} {self.bits:+.3f} ± {self.error:.3f}"
+        return f"{self.name} {self.figure}"
 
 
 def make_level(name: str, rows: Iterable[tuple[float, float, float]]) -> Level:
     """The means over seeds of (bits, MACs, experts in all blocks)."""
     bits, macs, experts = (spread(column) for column in zip(*rows, strict=True))
-    return Level(name, bits.mean, bits.std / bits.num**0.5, macs.mean, experts.mean / NUM_BLOCKS)
+    error = bits.std / bits.num**0.5 if bits.num > 1 else math.nan
+    return Level(name, bits.mean, error, macs.mean, experts.mean / NUM_BLOCKS)
 
 
 def model_level(label: str, records: Sequence[Record]) -> Level:

@@ -146,13 +146,10 @@ def test_a_quick_run_trains_evaluates_bits_and_writes_the_page(tmp_path, monkeyp
     assert [one for one in folder.rglob("record.json")] == before
 
 
-def test_every_record_in_results_is_of_a_run_that_is_still_planned():
-    folder = Path(__file__).parents[3] / "results" / "text"
-    if not folder.exists():
-        pytest.skip(
-            "results/text: no records yet of decoders with one grid; results/text-old has those of the old form"
-        )
-    planner = command.find_plan(TEXT, folder)
+@pytest.mark.parametrize(("name", "scale"), [("text", TEXT), ("text-words", TEXT_WORDS)])
+def test_every_record_in_results_is_of_a_run_that_is_still_planned(name, scale):
+    folder = Path(__file__).parents[3] / "results" / name
+    planner = command.find_plan(scale, folder)
     planned = {run.key: run.digest for run in plan.every_run(planner)}
     records = Store(folder / "records").records
     assert records

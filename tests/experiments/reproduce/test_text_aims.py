@@ -7,7 +7,7 @@ import pytest
 
 from experiments.reproduce.command import find_plan
 from experiments.reproduce.figures import save_figures
-from experiments.reproduce.plan import TEXT, every_run
+from experiments.reproduce.plan import TEXT, TEXT_WORDS, every_run
 from experiments.reproduce.records import Results, Store
 from experiments.reproduce.text import (
     aims_table,
@@ -143,11 +143,10 @@ def test_a_step_and_a_byte_are_timed_for_every_model():
     assert all(one.keys() == {"step", "byte"} and min(one.values()) > 0 for one in found.values())
 
 
-def test_the_committed_tables_are_those_of_the_records():
-    folder = Path(__file__).parents[3] / "results" / "text"
-    if not (folder / "records").exists():
-        pytest.skip("results/text: no records yet of decoders with one grid")
-    results = Store(folder / "records").results(every_run(find_plan(TEXT, folder)))
+@pytest.mark.parametrize(("name", "scale"), [("text", TEXT), ("text-words", TEXT_WORDS)])
+def test_the_committed_tables_are_those_of_the_records(name, scale):
+    folder = Path(__file__).parents[3] / "results" / name
+    results = Store(folder / "records").results(every_run(find_plan(scale, folder)))
     page = (folder / "tables.md").read_text(encoding="utf-8")
-    for table in text_tables(results, read_seconds(folder)):
+    for table in text_tables(results, read_seconds(folder), scale):
         assert table.markdown() in page, table.title
