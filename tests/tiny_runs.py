@@ -18,7 +18,8 @@ VARIANTS = (
     Variant("mre", "mre", {"num_layers": 2, "num_experts": 3}),
     Variant("mlp-avg", "mlp-avg", {"num_layers": 1}),
 )
-RUNS = Planner(QUICK, {}).runs("main", VARIANTS, ("digits",), [0], epochs=20)
+NUM_EPOCHS = 60  # more than a fast machine trains before a worker notices that it is to stop
+RUNS = Planner(QUICK, {}).runs("main", VARIANTS, ("digits",), [0], epochs=NUM_EPOCHS)
 
 
 SECONDS = 300  # for what takes a few: only a hang is longer

@@ -14,7 +14,7 @@ import tiny_runs as tiny
 from experiments.reproduce import executors
 from experiments.reproduce.executors import EXTRAS, Requeued, make_executor, requeue
 from raytraced.training.claims import claim_path
-from tiny_runs import RUNS, SECONDS, epochs_done, outcome, wait_for
+from tiny_runs import NUM_EPOCHS, RUNS, SECONDS, epochs_done, outcome, wait_for
 
 CLUSTER = """
 import sys
@@ -61,7 +61,7 @@ def kill_worker_of_first_run(folder, runner):
     process = json.loads(claim_path(folder / "work", RUNS[0].folder).read_text())["process"]
     assert process != runner.pid
     os.kill(process, signal.SIGKILL)
-    assert epochs_done(folder)[0] < 20
+    assert epochs_done(folder)[0] < NUM_EPOCHS
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_a_runner_on_dask_that_is_stopped_lets_the_workers_save_and_the_same_cal
         printed, _ = runner.communicate(timeout=SECONDS)
         assert runner.returncode == 128 + signal.SIGINT, printed
         assert "stopped; everything is saved" in printed
-        assert epochs_done(tmp_path)[0] < 20  # no worker continued it
+        assert epochs_done(tmp_path)[0] < NUM_EPOCHS  # no worker continued it
         assert not list((tmp_path / "work").glob(".stop-*"))
         end_well(begin(RUNNER, tmp_path, f"dask:{address}"))
     finally:

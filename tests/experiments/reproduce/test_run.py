@@ -31,7 +31,7 @@ def test_a_record_holds_accuracy_and_cost_on_the_test_images(undisturbed):
     store = Store(undisturbed[0] / "records")
     mre, mlp = (store.find(run) for run in tiny.RUNS)
     of_images = [name for name in running.HISTORY if "bits_per_byte" not in name]
-    assert {name: len(values) for name, values in mre.history.items()} == dict.fromkeys(of_images, 20)
+    assert {name: len(values) for name, values in mre.history.items()} == dict.fromkeys(of_images, tiny.NUM_EPOCHS)
     assert mre.accuracy > 0.5
     parts = sum(mre.macs[name] for name in ("input", "routing", "experts", "head"))
     assert mre.macs["total"] == pytest.approx(parts, rel=1e-5)
@@ -76,7 +76,7 @@ def test_killed_and_interrupted_runs_are_resumed_and_end_as_if_nothing_had_happe
         os.kill(process.pid, number)
         process.communicate(timeout=SECONDS)
         assert process.returncode == code
-        assert sum(epochs_done(tmp_path)) < 20  # the worker did not outlive its runner for long
+        assert sum(epochs_done(tmp_path)) < tiny.NUM_EPOCHS  # the worker did not outlive its runner for long
     process = start(tmp_path, 1)
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, output
