@@ -110,6 +110,7 @@ def test_a_model_without_a_table_is_refused_in_one_line(saved, model, capsys, tm
         "a token's path depends on the text before it": [str(saved("gpt-mre", routing_input="first-block"))],
         "routing_input=block: gpt-top-k: a token's path depends": [str(saved("gpt-top-k"))],
         "output=a.txt: must end in .csv or .npz": [str(model), "--output", "a.txt"],
+        "text='': must have at least one character": [str(model), "--text", ""],
         "none/a.csv: folder": [str(model), "--output", f"{tmp_path}/none/a.csv"],
         "stop=0.0: must be": [str(model), "--stop", "0"],
         "no table of budgets; run raytraced calibrate first": [str(model), "--experts", "4"],

@@ -36,6 +36,7 @@ def paths(
         max_experts: Largest number of experts per token, all blocks together.
         json: Print the whole table as JSON, or that of --text, one object per line.
     """
+    require(text != "", "text", "''", "must have at least one character; leave it out for the first rows")
     path = None if output is None else Path(output)
     if path is not None:
         require(path.suffix in (".csv", ".npz"), "output", output, "must end in .csv or .npz")
