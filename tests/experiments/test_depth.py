@@ -1,34 +1,50 @@
-"""What was tried on the decoder: each row is one change, and the page is that of the records."""
+"""What was tried on a recipe: each row is one change, and each page is that of the records."""
+
+from collections.abc import Iterator
 
 import pytest
 
 from experiments import BENCHMARKS
-from experiments.depth import CHANGES, make_runs, make_table, read_records
+from experiments.depth import STUDIES, image_table, text_table
+from experiments.reproduce.plan import Run
 from raytraced.models.registry import build
 
-BASE = "as in the comparison"
+TABLES = {"text": text_table, "images": image_table}
+CASES = [(study, name) for study, one in STUDIES.items() for name in one.changes]
 
 
-def test_each_run_differs_from_the_first_in_its_change_alone():
-    base, *others = make_runs()
-    assert base.family == BASE
-    for run in others:
-        options, training = CHANGES[run.family]
-        assert options or training
-        ours, theirs = (one.public_config for one in (run, base))
-        changed = {name for name in ours if ours[name] != theirs[name]}
-        assert changed == {*training, *(["model_options"] if options else [])}, run.family
-        assert run.config.model_options == base.config.model_options | options
+def test_the_runs_of_each_study_differ_from_its_first_in_their_change_alone():
+    for study in STUDIES.values():
+        for _, base, run, name in pairs(study):
+            options, training = study.changes[name]
+            assert options or training
+            ours, theirs = (one.public_config for one in (run, base))
+            changed = {key for key in ours if ours[key] != theirs[key]}
+            assert changed == {*training, *(["model_options"] if options else [])}, name
+            assert run.config.model_options == base.config.model_options | options
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_model_with_each_change_is_built(name):
-    (run,) = [one for one in make_runs() if one.family == name]
-    model = build(run.config.model, context=64, **run.config.model_options)
-    assert model.layer.experts.num_experts == 16
+def pairs(study) -> Iterator[tuple[str, Run, Run, str]]:
+    """Each run with a change, beside the run without one on the same data with the same seed."""
+    runs = study.runs()
+    first = {(one.data, one.seed): one for one in runs if one.family == next(iter(study.changes))}
+    for run in runs:
+        base = first[run.data, run.seed]
+        if run is not base:
+            yield run.data, base, run, run.family
 
 
-def test_the_page_is_that_of_the_records():
-    lines = make_table(read_records(BENCHMARKS / "depth")).lines()
-    assert len(lines) == 2 + len(CHANGES)
-    assert "\n".join(lines) in (BENCHMARKS / "depth.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(("study", "name"), CASES)
+def test_a_model_with_each_change_is_built(study, name):
+    run = next(one for one in STUDIES[study].runs() if one.family == name)
+    shape = {"context": 64} if study == "text" else {"image_shape": (1, 28, 28), "num_classes": 10}
+    model = build(run.config.model, **shape, **run.config.model_options)
+    assert model.layer.experts.num_experts == (16 if study == "text" else 8)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_page_is_that_of_the_records(name):
+    study = STUDIES[name]
+    lines = TABLES[name](study).lines()
+    assert len(lines) == 2 + len(study.changes)
+    assert "\n".join(lines) in (BENCHMARKS / f"{study.name}.md").read_text(encoding="utf-8")
