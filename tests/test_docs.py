@@ -682,6 +682,11 @@ def test_the_figures_of_the_readme_are_those_of_the_records():
         shown = f"with {level.experts:.2g}{' experts per block' if label == 'mre' else ''}"
         macs = f"({round(level.macs, -3):,.0f}{' multiply-adds per byte' if label == 'mre' else ''})"
         assert f"{level.bits:.3f} ± {level.error:.3f} {shown} {macs}" in " ".join(text.split())
+    words = Results(Store(ROOT / "results/text-words/records").records.values())
+    in_words = [model_level(label, words.of("enwik8", label)) for label in ("mre", "hash-2", "top-4")]
+    shown = ", ".join(f"{level.bits:.3f} ± {level.error:.3f}" for level in in_words)
+    assert f"{shown} (3 seeds)" in " ".join(text.split())
+    assert in_words[0].bits - in_words[1].bits > 2 * math.hypot(in_words[0].error, in_words[1].error)  # "or better"
     learned, table = levels["mre"], levels["hash-2"]
     assert abs(learned.bits - table.bits) < 2 * math.hypot(learned.error, table.error)  # "as good as"
 

@@ -8,12 +8,14 @@ from typing import NamedTuple
 from experiments.reproduce import plan
 from experiments.reproduce.plan import (
     FULL,
+    OWN_FOLDERS,
     PARTS,
     QUICK,
     TEXT,
     TEXT_PARTS,
     TEXT_QUICK,
     TEXT_WORDS,
+    WIDE,
     Planner,
     Scale,
     Selection,
@@ -39,7 +41,7 @@ def reproduce(
 
     Args:
         quick: Run a small version of all experiments in a few minutes, into OUTPUT/quick.
-        only: Parts, such as table1,fig5, or sets of parts: default, claims, frontier, union, all; or text or words alone.
+        only: Parts, such as table1,fig5, or sets of parts: default, claims, frontier, union, all; or text, words or wide alone.
         data: Only these data sets, such as mnist,cifar10.
         output: Folder of the results; its sub-folder runs holds the run folders.
         data_root: Folder of the data sets (default: $RAYTRACED_HOME/data, else raytraced/data in the user's cache folder).
@@ -51,11 +53,13 @@ def reproduce(
         dry_run: Only print the number of runs and an estimate of the time.
     """
     parts = plan.choose_parts(words_of(only) or (["all"] if quick else ["default"]))
-    for part in TEXT_PARTS:
+    for part in OWN_FOLDERS:
         if part in parts and len(parts) > 1:
             raise ValueError(f"only={only}: {part} has a folder of its own; give it alone")
     if quick and parts == ["words"]:
         raise ValueError("only=words: a quick run of text is --only text; leave --quick out")
+    if quick and parts == ["wide"]:
+        raise ValueError("only=wide: a quick run of the union is --only union; leave --quick out")
     scale = choose_scale(parts, quick)
     if quick and "ship" in parts:
         raise ValueError("only=ship: quick runs are not worth shipping; leave --quick out")
@@ -63,7 +67,7 @@ def reproduce(
     for name in selected or ():
         require(name in scale.data, "data", name, f"no such data set; {did_you_mean(name, scale.data)}")
     folder = Path(output) / "quick" if quick else Path(output)
-    folder = folder / TEXT_FOLDERS[parts[0]] if parts[0] in TEXT_PARTS else folder
+    folder = folder / OWN_FOLDERS[parts[0]] if parts[0] in OWN_FOLDERS else folder
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     require(workers is None or workers >= 1, "workers", workers, "must be at least 1")
     if dry_run:
@@ -77,13 +81,12 @@ def reproduce(
     return 1 if failures else 0
 
 
-TEXT_FOLDERS = {"text": "text", "words": "text-words"}
-
-
 def choose_scale(parts: list[str], quick: bool) -> Scale:
     """The size of the experiments that some parts belong to."""
     if parts == ["words"]:
         return TEXT_WORDS
+    if parts == ["wide"]:
+        return WIDE
     if parts == ["text"]:
         return TEXT_QUICK if quick else TEXT
     return QUICK if quick else FULL
@@ -167,12 +170,15 @@ def write_results(parts: list[str], scale: Scale, selected: Selection, folder: P
     from experiments.reproduce.report import write_report
     from experiments.reproduce.ship import ship_all
     from experiments.reproduce.text import write_text
+    from experiments.reproduce.wide import write_wide
 
     quick, texts = scale.name == "quick", parts[0] in TEXT_PARTS
     names = results.data() if texts else list(selected or (name for name, info in scale.data.items() if info.paper))
     save_figures(parts, results, names, folder / "figures", data_root, quick)
     if texts:
         return write_text(results, folder, scale)
+    if scale is WIDE:
+        return write_wide(results, folder)
     write_report(results, scale, folder)
     if "ship" in parts:
         ship_all(results, folder / "runs", data_root=data_root)

@@ -79,7 +79,7 @@ def draw_part(part: str, results: Results, names: list[str], data_root: str | No
         if names:  # else there are records of searches alone
             yield part, text_figure(results, names)
         return
-    wide = part == "union"
+    wide = part in ("union", "wide")
     known = {data: set(results.labels(data)) for data in (FULL.data if wide else names) if FULL.data[data].wide == wide}
     for label in ("mre", "mre-paper"):
         name, shown = part + label.removeprefix("mre"), [data for data in known if label in known[data]]
@@ -91,7 +91,7 @@ def draw_part(part: str, results: Results, names: list[str], data_root: str | No
                 yield f"{name}-{data}", class_figure(record, dataset.class_names)
             else:
                 yield f"{name}-{data}", gallery_figure(record, dataset.test.images.numpy())
-    for data in known if part in ("frontier", "union") else []:
+    for data in known if part in ("frontier", "union", "wide") else []:
         if len(known[data]) > 1:
             yield part if wide else f"{part}-{data}", frontier_figure(results, data)
     columns = {

@@ -98,6 +98,10 @@ QUICK = Scale(
     fixed_lr=5e-3,
 )  # fmt: skip
 
+# The union with experts twice as wide again: eight of them take more multiply-adds than all the rest.
+WIDE_OPTIONS = {"dim": 128}
+WIDE = Scale("full", {"union": replace(FULL.data["union"], options=WIDE_OPTIONS, epoch_seconds=12.0)}, 5, 5, (), "", 0)
+
 # Text: small decoders with 16 experts per block; an epoch is 250 steps of 1,024 bytes. Both texts share the searches.
 WINDOWS = {"context": 64, "steps": 250, "eval_tokens": 32768}
 BYTES = DataPlan(
@@ -234,15 +238,17 @@ PARTS = {
     "frontier": "Accuracy against MACs",
     "union": "Accuracy against MACs on the union of the three data sets",
     "early-exit": "Early exit: accuracy against MACs",
+    "wide": "Accuracy against MACs on the union, with experts of width 128",
     "text": "Bits per byte against MACs: language models",
     "words": "The same over words of several bytes, trained for longer",
     "ship": "Trained models for the package",
 }
-TEXT_PARTS = ("text", "words")  # each has a folder of its own
+TEXT_PARTS = ("text", "words")
+OWN_FOLDERS = {"text": "text", "words": "text-words", "wide": "wide"}  # part → the folder of its results
 SETS = {
     "default": ("table1", "table2", "fig2", "fig3", "fig5", "fig6", "fig7"),
     "claims": ("lr", "balance", "temperature", "init"),
-    "all": tuple(part for part in PARTS if part not in ("ship", *TEXT_PARTS)),
+    "all": tuple(part for part in PARTS if part not in ("ship", *OWN_FOLDERS)),
 }
 
 
@@ -265,6 +271,7 @@ def runs_of(part: str, planner: Planner, selected: Selection) -> list[Run]:
     papers = [name for name in chosen_data if (plans[name].paper or selected) and not plans[name].wide]
     probed = [name for name in chosen_data if name == scale.probe_data]
     texts = [name for name in chosen_data if plans[name].options == BYTES.options]
+    wider = [name for name in chosen_data if plans[name].options == WIDE_OPTIONS]
     tuned = [name for name in chosen_data if plans[name].compared]
     compared = [name for name in tuned if plans[name].wide == (part == "union")]
     if part == "lr":
@@ -293,6 +300,7 @@ def runs_of(part: str, planner: Planner, selected: Selection) -> list[Run]:
         "frontier": frontier,
         "union": frontier,
         "early-exit": [("main", variants.exit_variants(plans[name].wide), [name], many) for name in tuned],
+        "wide": [("main", variants.wide_variants(), wider, [seed]) for seed in many],
         # Seed by seed: stopped at any time, the records hold whole seeds. The other rows come after all seeds of the main ones.
         "text": [
             ("main", models, texts, [seed])

@@ -43,6 +43,7 @@ METRICS = ("num_samples", "accuracy", "bits_per_byte", "loss", "calibration_erro
            "experts_per_class", "expert_load")  # fmt: skip
 # Models whose budget can be turned after training: the option, and the settings that are measured.
 DIALS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "mre": ("stop", (64.0, 32.0, 16.0, 8.0, 4.0, 2.0, 1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01)),
     "gpt-mre": ("stop", (4.0, 1.0, 0.5, 0.2, 0.1, 0.05, 0.02)),
     "gpt-matryoshka": ("k", (1, 2, 4, 8)),
     "gpt-threshold": ("threshold", (0.1, 0.3, 0.5, 0.7)),
@@ -326,9 +327,12 @@ ONE_AT_A_TIME = threading.Lock()
 
 def perform(run: Run, work: Path, data_root: str | None, request: StopRequest | None = None) -> None:
     """Train a run, or resume it, and write its record into its folder; one that has a record stays as it is."""
+    from experiments import path_routers
     from raytraced.training.evaluation import Diverged
     from raytraced.training.loop import train
 
+    if run.config.model.removeprefix("gpt-") in path_routers.ROUTERS:
+        path_routers.register()
     folder = RunFolder(work / run.folder)
     if (folder.path / "record.json").exists():
         return
@@ -341,7 +345,7 @@ def perform(run: Run, work: Path, data_root: str | None, request: StopRequest | 
             record = make_record(run, folder)
             if "accuracy" in record.test:
                 record = replace(record, early_exit=measure_early_exit(run, folder, data_root))
-            elif run.group == "main":
+            if run.group != "search":
                 record = replace(record, dial=measure_dial(run, folder, data_root))
         except Diverged as error:
             record = Record(**vars(run), error=str(error).partition(";")[0])
@@ -377,17 +381,20 @@ def measure_early_exit(run: Run, folder: RunFolder, data_root: str | None) -> di
 
 
 def measure_dial(run: Run, folder: RunFolder, data_root: str | None) -> list[dict[str, float]]:
-    """A language model at several settings of its dial, turned after training; empty for a model without one.
+    """A model at several settings of its dial, turned after training.
 
     Returns:
-        For each setting, "setting", the means per test token of "experts" and "macs", "bits_per_byte", and
-        "validation_bits_per_byte".
+        For each setting, "setting", the means per test target of "experts" and "macs", and the quality on test and validation
+        data: of text "bits_per_byte" and "validation_bits_per_byte", of images "accuracy" and "validation_accuracy". Empty for
+        a model without a dial, and for one of images that was not trained for it.
     """
     from raytraced.io.saving import load
     from raytraced.tasks.registry import find_task
     from raytraced.training.calibration import measure_means
 
     option, settings = DIALS.get(run.config.model, ("", ()))
+    if run.config.model == "mre" and "stop_range" not in run.config.model_options:
+        settings = ()
     if not settings:
         return []
     model, task = load(folder.path), find_task(run.data)
@@ -399,12 +406,16 @@ def measure_dial(run: Run, folder: RunFolder, data_root: str | None) -> list[dic
         if not options:
             setattr(model.routed_layers()[0].router, option, setting)
         test, validation = (measure_means(model, task, data, split, **options) for split in ("test", "validation"))
-        bits = {
-            "bits_per_byte": test["loss"] / test["bytes"] / math.log(2),
-            "validation_bits_per_byte": validation["loss"] / validation["bytes"] / math.log(2),
-        }
-        rows.append({"setting": setting, "experts": test["experts"], "macs": test["macs"]} | bits)
+        quality = quality_of(test) | {f"validation_{name}": value for name, value in quality_of(validation).items()}
+        rows.append({"setting": setting, "experts": test["experts"], "macs": test["macs"]} | quality)
     return rows
+
+
+def quality_of(means: dict[str, float]) -> dict[str, float]:
+    """Bits per byte of text, accuracy of images."""
+    if not means["bytes"]:
+        return {"accuracy": means["accuracy"]}
+    return {"bits_per_byte": means["loss"] / means["bytes"] / math.log(2)}
 
 
 def make_record(run: Run, folder: RunFolder) -> Record:

@@ -88,9 +88,10 @@ DENSE_VARIANTS = tuple(
     Variant(f"dense-{num}", "dense", {"num_blocks": num}, family="dense", setting=num) for num in (1, 2, 4, 8)
 )
 
-# Trained for early exit: half of the loss is that of the exits after each layer or block, as in our recipe.
+# Trained for early exit: half of the loss is that of the exits after each layer or block, as in our recipe. Each has a search
+# of its own, as our recipe has.
 EXIT_BASELINES = tuple(
-    replace(one, label=f"{one.label}-exits", training={"exit_loss": 0.5}, tuned_as=one.tuned_as or one,
+    replace(one, label=f"{one.label}-exits", training={"exit_loss": 0.5}, tuned_as=None,
             family=f"{one.family}-exits" if one.family else "")
     for one in (*DENSE_VARIANTS, TOP_1, TOP_K, THRESHOLD)
 )  # fmt: skip
@@ -99,8 +100,13 @@ EXIT_BASELINES = tuple(
 def exit_variants(wide: bool) -> tuple[Variant, ...]:
     """All models with early exit on a data set. Multi-exit, as wide as MRE, has its own loss over all exits."""
     width = {} if wide else {"dim": 16}
-    exits = replace(MULTI_EXIT, label="multi-exit-exits", options=MULTI_EXIT.options | width, tuned_as=MULTI_EXIT)
+    exits = replace(MULTI_EXIT, label="multi-exit-exits", options=MULTI_EXIT.options | width)
     return (MRE, *EXIT_BASELINES, exits)
+
+
+def wide_variants() -> tuple[Variant, ...]:
+    """The models of the union at a larger width, the most important ones first; each has a search of its own."""
+    return (MRE_FINAL, THRESHOLD, TOP_K, replace(TOP_1, tuned_as=None), *reversed(DENSE_VARIANTS))
 
 
 def compared_variants(wide: bool) -> tuple[Variant, ...]:

@@ -263,16 +263,19 @@ def measure_dial(
 def measure_means(
     model: Model, task: Task, data: Data, split: str, batch_size: int = 256, **options: Any
 ) -> dict[str, float]:
-    """The means of experts, macs, loss and bytes over the targets of a split; `options` are those of a call of the model."""
+    """The means of experts, macs, loss, bytes (of text) and accuracy (of classes) over the targets of a split.
+
+    `options` are those of a call of the model.
+    """
     device = next(model.parameters()).device
     loader = task.loader(data, split, batch_size, {}, shuffle=False, rank=0, world_size=1, device=device)
-    sums = dict.fromkeys(("experts", "macs_total", "loss", "bytes", "targets"), 0.0)
+    sums = dict.fromkeys(("experts", "macs_total", "loss", "bytes", "correct", "targets"), 0.0)
     for batch in loader.epoch(0):
         out = model(batch.inputs, rows=batch.rows, mask=batch.mask, **options)
         noted = note(task, batch, out, sample_cost(model, batch.inputs, out, batch.mask))
-        for name in sums:  # only text has bytes
+        for name in sums:  # only text has bytes, only classes can be correct
             sums[name] += float(noted[name].sum()) if name in noted else 0.0
     if not isfinite(sums["loss"]):
         raise DivergedError("the model's answers are not finite: the weights diverged, or are damaged")
-    names = {"experts": "experts", "macs": "macs_total", "loss": "loss", "bytes": "bytes"}
+    names = {"experts": "experts", "macs": "macs_total", "loss": "loss", "bytes": "bytes", "accuracy": "correct"}
     return {name: sums[column] / sums["targets"] for name, column in names.items()}

@@ -193,3 +193,23 @@ def test_again_removes_what_other_code_has_trained_and_nothing_else(tmp_path):
 def test_a_run_folder_names_the_code_that_trained_it(undisturbed):
     for run in tiny.RUNS:
         assert (undisturbed[0] / "work" / run.folder / "code.txt").read_text() == running.code_digest()
+
+
+@pytest.mark.parametrize("stop_range", [None, [0.05, 20.0]])
+def test_a_model_of_images_that_is_trained_for_all_budgets_is_measured_along_its_dial(tmp_path, stop_range):
+    options = {} if stop_range is None else {"stop_range": stop_range, "weighting": "relative"}
+    run = replace(tiny.RUNS[0], config=replace(tiny.RUNS[0].config, epochs=1, model_options=options))
+    running.perform(run, tmp_path, None)
+    record = running.publish(run, tmp_path, Store(tmp_path / "records"))
+    assert not record.error
+    if stop_range is None:
+        assert not record.dial
+        return
+    assert [row["setting"] for row in record.dial] == list(running.DIALS["mre"][1])
+    experts = [row["experts"] for row in record.dial]
+    assert experts == sorted(experts)
+    assert experts[0] < experts[-1]
+    drawn = next(row for row in record.dial if row["setting"] == 1)  # as it is evaluated
+    assert (drawn["accuracy"], drawn["experts"]) == pytest.approx((record.accuracy, record.experts), rel=1e-4)
+    assert drawn["validation_accuracy"] == pytest.approx(record.validation["accuracy"], rel=1e-4)
+    assert drawn["macs"] == pytest.approx(record.macs["total"], rel=1e-4)
