@@ -44,6 +44,8 @@ PENS = {
     "mre": Pen(BLUE, "o"),
     "mre-paper": Pen(SKY, "o", "--", False),
     "mre-final-loss": Pen(BLUE, "o", "--", False),
+    "mre-budgets": Pen(BLUE, "D", "-", False),
+    "mre-budgets-exits": Pen(SKY, "D", "-", False),
     "top-k": Pen(ORANGE, "s"),
     "top-1": Pen(ORANGE, "v"),
     "top-k-balance": Pen(ORANGE, "s", "--", False),

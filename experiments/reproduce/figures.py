@@ -18,7 +18,7 @@ from experiments.reproduce.plan import FULL, TEXT_PARTS
 from experiments.reproduce.records import Point, Record, Results, budget_points, spread
 from experiments.reproduce.tables import count_seeds
 from experiments.reproduce.text import text_figure
-from experiments.reproduce.variants import COST_SETTINGS, DATA_NAMES, EQUAL_LR, NAMES
+from experiments.reproduce.variants import BUDGETS_NAME, COST_SETTINGS, DATA_NAMES, EQUAL_LR, MRE_BUDGETS, NAMES
 from raytraced.colours import BLUE, FAINT, INK, ORANGE, SKY
 from raytraced.tasks.registry import find_task
 
@@ -30,6 +30,8 @@ SETTING_NAMES = {
     "ada-k": "ada-k, cost",
     "null-experts": "null-experts, null",
 }
+# The models whose sequences are drawn, with their names: figures 2, 5 and 7.
+SEQUENCES = {label: NAMES[label] for label in ("mre", "mre-paper")} | {MRE_BUDGETS.label: BUDGETS_NAME}
 NUM_LENGTHS = 6  # curves in a panel
 SPAN = 12.0  # points of accuracy that a panel shows at most
 LEAST_SHARE = 0.01  # of the images, for a length to have a curve of its own
@@ -42,6 +44,9 @@ CAPTIONS = {
     "fig3": "Figure 3: test accuracy of single runs against the epochs until the validation accuracy was within 0.5 points of "
             "its best; one seed at the equal rate, 5 seeds at the best rate of each model.",
     "fig5": "Figure 5: for each class the share of its test images that activate each expert (rows: layers); one seed.",
+    "fig2-budgets": "Figure 2, the second recipe: the same for the model that is trained for all budgets.",
+    "fig5-budgets": "Figure 5, the second recipe: the same for the model that is trained for all budgets.",
+    "fig7-budgets": "Figure 7, the second recipe: the same for the model that is trained for all budgets.",
     "fig5-paper": "Figure 5, as in the paper: the same for the recipe of the text.",
     "fig6": "Figure 6: validation accuracy over the epochs; line: mean, band: range from the lowest to the highest of 5 "
             "seeds.",
@@ -81,7 +86,7 @@ def draw_part(part: str, results: Results, names: list[str], data_root: str | No
         return
     wide = part in ("union", "wide")
     known = {data: set(results.labels(data)) for data in (FULL.data if wide else names) if FULL.data[data].wide == wide}
-    for label in ("mre", "mre-paper"):
+    for label in SEQUENCES:
         name, shown = part + label.removeprefix("mre"), [data for data in known if label in known[data]]
         if part == "fig2" and shown:
             yield name, sequence_figure(results, shown, label)
@@ -117,7 +122,7 @@ def sequence_figure(results: Results, shown: list[str], label: str) -> Figure:
         below.grid(False)
 
     seeds = count_seeds(len(results.of(data, label)) for data in shown)
-    title = f"{NAMES[label]}: accuracy along the sequence, one line per sequence length; images of {seeds} together"
+    title = f"{SEQUENCES[label]}: accuracy along the sequence, one line per sequence length; images of {seeds} together"
     return panels(title, "test accuracy (%)", shown, draw, 4.8, nrows=2, height_ratios=(2, 1))
 
 
@@ -211,9 +216,7 @@ def class_figure(record: Record, class_names: tuple[str, ...]) -> Figure:
     loads = np.array(record.test["class_load"])  # (C, L, N)
     columns = min(5, len(loads))
     num_rows = -(-len(loads) // columns)
-    title = (
-        f"{DATA_NAMES[record.data]}, {NAMES[record.label]}: the share of each class's images that activate each expert"
-    )
+    title = f"{DATA_NAMES[record.data]}, {SEQUENCES[record.label]}: the share of each class's images that activate each expert"
     with card(title, 1.85 * columns, 1.3 * num_rows + 0.5) as figure:
         grid = figure.subplots(num_rows, columns, squeeze=False)
         for axes in grid.flat[len(loads) :]:
@@ -239,7 +242,7 @@ def gallery_figure(record: Record, images: np.ndarray) -> Figure:
     """Figure 7: correctly classified test images (n, C, H, W), one row per number of experts."""
     gallery: dict[str, list[int]] = record.test["gallery"]
     lengths = thin_out([length for length, rows in gallery.items() if len(rows) >= 6] or list(gallery))
-    title = f"{DATA_NAMES[record.data]}, {NAMES[record.label]}: correctly classified images, by number of experts"
+    title = f"{DATA_NAMES[record.data]}, {SEQUENCES[record.label]}: correctly classified images, by number of experts"
     with card(
         title, 7.6, 0.62 * len(lengths) + 0.5, dpi=100
     ) as figure:  # photographs need many bytes, and have few pixels

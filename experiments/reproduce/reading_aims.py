@@ -11,7 +11,7 @@ AHEAD, LEVEL, BEHIND = "ahead", "level", "behind"
 LITTLE_ACCURACY = 0.3  # points that a row may differ from the paper's by, or two of its deviations if that is more
 LITTLE_EXPERTS = 0.25  # of the paper's number of experts
 # Families of models that are no baseline of rule 3: ours, and one that is trained with a loss on exits.
-NO_BASELINES = ("mre", "mre-paper", "mre-final-loss", "multi-exit")
+NO_BASELINES = ("mre", "mre-paper", "mre-final-loss", "mre-budgets", "multi-exit")
 LITTLE_LONGER = 0.1  # of the number of experts, by which longer training may change it
 
 

@@ -15,6 +15,7 @@ NAMES = {
     "mre": "MRE, our recipe",
     "mre-paper": "MRE, as in the paper",
 }
+BUDGETS_NAME = "MRE, all budgets"
 DATA_NAMES = {
     "digits": "Digits",
     "mnist": "MNIST",
@@ -70,6 +71,11 @@ LONG_EPOCHS = 60
 MRE_PAPER_LONG = replace(MRE_PAPER, label=f"mre-paper-{LONG_EPOCHS}-epochs")
 # Our recipe without a loss on early answers and without a target: trained as the baselines of the same table are.
 MRE_FINAL = Variant("mre-final-loss", "mre", RECIPE, {"exit_loss": 0.0, "target_experts": None})
+# The second recipe, trained for all budgets: chosen on validation images in benchmarks/image-recipe.md, judged by
+# benchmarks/aims-images.md.
+ALL_BUDGETS = RECIPE | {"weighting": "relative", "stop_range": [0.05, 20.0]}
+MRE_BUDGETS = Variant("mre-budgets", "mre", ALL_BUDGETS, {"exit_loss": 0.0, "target_experts": None})
+MRE_BUDGETS_EXITS = Variant("mre-budgets-exits", "mre", ALL_BUDGETS, {"exit_loss": 0.5, "target_experts": None})
 PAPER_VARIANTS = (MLP_TOTAL, MLP_AVG, TOP_K, THRESHOLD, MRE, MRE_PAPER)
 # All models at the same constant learning rate, as in the paper's figure 3.
 EQUAL_LR = 1e-3
@@ -106,7 +112,7 @@ def exit_variants(wide: bool) -> tuple[Variant, ...]:
 
 def wide_variants() -> tuple[Variant, ...]:
     """The models of the union at a larger width, the most important ones first; each has a search of its own."""
-    return (MRE_FINAL, THRESHOLD, TOP_K, replace(TOP_1, tuned_as=None), *reversed(DENSE_VARIANTS))
+    return (MRE_FINAL, MRE_BUDGETS, THRESHOLD, TOP_K, replace(TOP_1, tuned_as=None), *reversed(DENSE_VARIANTS))
 
 
 def compared_variants(wide: bool) -> tuple[Variant, ...]:

@@ -1,0 +1,149 @@
+"""The rules of benchmarks/aims-images.md: the second recipe to the end, at every budget, and with early exit."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.reproduce.reading_aims import (
+    AHEAD,
+    BEHIND,
+    NO_BASELINES,
+    Difference,
+    difference,
+    in_percent,
+    strongest,
+)
+from experiments.reproduce.records import SHOWN_WITHIN, Point, Record, Results, spread
+from experiments.reproduce.text_aims import Level, frontier, gap
+from experiments.reproduce.variants import DATA_NAMES, EXIT_BASELINES, MRE_BUDGETS, MRE_BUDGETS_EXITS
+
+OURS, EXITS = MRE_BUDGETS.label, MRE_BUDGETS_EXITS.label
+BASELINES_WITH_EXITS = (*(one.label for one in EXIT_BASELINES), "multi-exit-exits")
+BUDGETS = (1, 2, 4, 8)  # mean experts per image
+MOST_BELOW = 0.2  # points below the line of the baselines
+DEEP = "dense-8-exits"
+
+
+class Row(NamedTuple):
+    """A verdict on one data set."""
+
+    data: str
+    holds: bool
+    found: str
+
+
+def baselines(results: Results, data: str) -> list[Point]:
+    """The models that are trained without a loss on exits and are not ours."""
+    points = [results.point(data, label) for label in results.compared(data)]
+    return [one for one in points if one.records[0].family not in NO_BASELINES]
+
+
+def known_data(results: Results, label: str) -> list[str]:
+    """The data sets on which a model was trained."""
+    return [data for data in results.data() if results.of(data, label)]
+
+
+def to_the_end(results: Results) -> list[Row]:
+    """Rule 1: level with the most accurate baseline of at most its multiply-adds."""
+    rows = []
+    for data in known_data(results, OURS):
+        ours = results.point(data, OURS)
+        best = strongest(baselines(results, data), ours.macs)
+        if best is not None:
+            above = difference(in_percent(ours.accuracy), in_percent(best.accuracy))
+            found = f"{DATA_NAMES[data]} {above} ({above.verdict}, {best.records[0].label})"
+            rows.append(Row(data, above.verdict != BEHIND, found))
+    return rows
+
+
+def dial_level(records: Sequence[Record], experts: float) -> Level:
+    """One checkpoint per seed at a mean number of experts: its errors in percent, in the form of a level of bits."""
+    errors, macs = [], []
+    for one in records:
+        rows = sorted((row["experts"], row["accuracy"], row["macs"]) for row in one.dial)
+        counts, accuracies, costs = (list(column) for column in zip(*rows, strict=True))
+        errors.append(100 - 100 * float(np.interp(experts, counts, accuracies)))
+        macs.append(float(np.interp(experts, counts, costs)))
+    error = spread(errors)
+    return Level(f"{experts:g}", error.mean, error.error, spread(macs).mean, experts)
+
+
+def error_level(point: Point) -> Level:
+    """A baseline's errors in percent."""
+    percent = in_percent(point.accuracy)
+    return Level(point.records[0].label, 100 - percent.mean, percent.error, point.macs, point.experts)
+
+
+def below_line(results: Results, data: str) -> list[Difference]:
+    """Rule 2: for each budget the points of accuracy above the line of the baselines at its multiply-adds."""
+    line = frontier(error_level(one) for one in baselines(results, data))
+    found = (gap(dial_level(results.of(data, OURS), num), line) for num in BUDGETS)
+    return [Difference(-one.bits, one.error) for one in found]
+
+
+def one_checkpoint(results: Results) -> list[Row]:
+    """Rule 2 on every data set."""
+    rows = []
+    for data in known_data(results, OURS):
+        above = below_line(results, data)
+        shown = ", ".join(f"{num}: {one}" for num, one in zip(BUDGETS, above, strict=True))
+        rows.append(Row(data, all(one.mean >= -MOST_BELOW for one in above), f"{DATA_NAMES[data]} {shown}"))
+    return rows
+
+
+def points_ahead(ours: Sequence[Record], baseline: Sequence[Record]) -> list[float]:
+    """Seed by seed: accuracy of ours with early exit, less that on the line through the baseline's points at equal macs."""
+    ahead = []
+    for one, other in zip(ours, baseline, strict=False):
+        point = next(row for row in one.early_exit["points"] if row["within"] == SHOWN_WITHIN)
+        line = sorted((row["macs"], row["accuracy"]) for row in other.early_exit["points"])
+        ahead.append(100 * (point["accuracy"] - np.interp(point["macs"], *zip(*line, strict=True))))
+    return ahead
+
+
+def with_exits(results: Results, data: str) -> dict[str, Difference]:
+    """Rule 3: points above every baseline with exits at our multiply-adds."""
+    ours = results.of(data, EXITS)
+    found = {}
+    for label in BASELINES_WITH_EXITS:
+        others = results.of(data, label)
+        if others:
+            ahead = spread(points_ahead(ours, others))
+            found[label] = Difference(ahead.mean, ahead.error)
+    return found
+
+
+def early_exit(results: Results) -> list[Row]:
+    """Rule 3 on every data set: level with every baseline."""
+    rows = []
+    for data in known_data(results, EXITS):
+        found = with_exits(results, data)
+        worst = min(found, key=lambda label: found[label].mean / max(found[label].error, math.ulp(1.0)))
+        shown = f"{DATA_NAMES[data]} {found[worst]} ({worst}); {DEEP} {found[DEEP]} ({found[DEEP].verdict})"
+        rows.append(Row(data, all(one.verdict != BEHIND for one in found.values()), shown))
+    return rows
+
+
+def verdicts(results: Results) -> list[list[str]]:
+    """A line for each rule: its words, whether it holds, and what was found."""
+    ends, budgets, exits = to_the_end(results), one_checkpoint(results), early_exit(results)
+    ahead = sum(with_exits(results, row.data)[DEEP].verdict == AHEAD for row in exits)
+    judged = [
+        ("1. to the end, level with the best baseline of at most its MACs", ends, True),
+        (
+            f"2. one checkpoint at {', '.join(map(str, BUDGETS))} experts, at most {MOST_BELOW} points below",
+            budgets,
+            True,
+        ),
+        ("3. with early exit level with every baseline, ahead of eight dense blocks on two", exits, ahead >= 2),
+    ]
+    return [
+        [
+            rule,
+            "holds" if rows and more and all(row.holds for row in rows) else "fails",
+            "; ".join(row.found for row in rows),
+        ]
+        for rule, rows, more in judged
+    ]
