@@ -11,10 +11,8 @@ from experiments.reproduce.plan import (
     OWN_FOLDERS,
     PARTS,
     QUICK,
-    TEXT,
     TEXT_PARTS,
     TEXT_QUICK,
-    TEXT_WORDS,
     WIDE,
     Planner,
     Scale,
@@ -41,7 +39,8 @@ def reproduce(
 
     Args:
         quick: Run a small version of all experiments in a few minutes, into OUTPUT/quick.
-        only: Parts, such as table1,fig5, or sets of parts: default, claims, frontier, union, all; or text, words or wide alone.
+        only: Parts, such as table1,fig5, or sets of parts: default, claims, frontier, union, all; or one of text, words, main
+            and wide alone.
         data: Only these data sets, such as mnist,cifar10.
         output: Folder of the results; its sub-folder runs holds the run folders.
         data_root: Folder of the data sets (default: $RAYTRACED_HOME/data, else raytraced/data in the user's cache folder).
@@ -56,8 +55,8 @@ def reproduce(
     for part in OWN_FOLDERS:
         if part in parts and len(parts) > 1:
             raise ValueError(f"only={only}: {part} has a folder of its own; give it alone")
-    if quick and parts == ["words"]:
-        raise ValueError("only=words: a quick run of text is --only text; leave --quick out")
+    if quick and parts[0] in TEXT_PARTS and parts != ["text"]:
+        raise ValueError(f"only={parts[0]}: a quick run of text is --only text; leave --quick out")
     if quick and parts == ["wide"]:
         raise ValueError("only=wide: a quick run of the union is --only union; leave --quick out")
     scale = choose_scale(parts, quick)
@@ -83,12 +82,10 @@ def reproduce(
 
 def choose_scale(parts: list[str], quick: bool) -> Scale:
     """The size of the experiments that some parts belong to."""
-    if parts == ["words"]:
-        return TEXT_WORDS
     if parts == ["wide"]:
         return WIDE
-    if parts == ["text"]:
-        return TEXT_QUICK if quick else TEXT
+    if parts[0] in TEXT_PARTS:
+        return TEXT_QUICK if quick else TEXT_PARTS[parts[0]]
     return QUICK if quick else FULL
 
 

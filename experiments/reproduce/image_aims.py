@@ -99,7 +99,8 @@ def points_ahead(ours: Sequence[Record], baseline: Sequence[Record]) -> list[flo
     for one, other in zip(ours, baseline, strict=False):
         point = next(row for row in one.early_exit["points"] if row["within"] == SHOWN_WITHIN)
         line = sorted((row["macs"], row["accuracy"]) for row in other.early_exit["points"])
-        ahead.append(100 * (point["accuracy"] - np.interp(point["macs"], *zip(*line, strict=True))))
+        macs, accuracies = (list(column) for column in zip(*line, strict=True))
+        ahead.append(100 * (point["accuracy"] - float(np.interp(point["macs"], macs, accuracies))))
     return ahead
 
 

@@ -120,6 +120,9 @@ WORDS = replace(
     training=BYTES.training | {"data_options": WINDOWS | {"tokenizer": TOKENIZER}},
 )
 TEXT_WORDS = Scale("full", {"enwik8": WORDS}, 3, 3, (), "", 0)
+# The main size: longer again, and every model has a search of its own, of 1,000 steps per learning rate.
+MAIN = replace(WORDS, epochs=20, search_epochs=4, grid=(3e-3, 6e-3, 1.2e-2))
+TEXT_MAIN = Scale("full", {"enwik8": MAIN}, 3, 3, (), "", 0)
 TEXT_QUICK = Scale("quick", {"shakespeare": replace(BYTES, epochs=1, search_epochs=1)}, 1, 1, (), "", 0, fixed_lr=4e-3)
 
 
@@ -242,10 +245,16 @@ PARTS = {
     "wide": "Accuracy against MACs on the union, with experts of width 128",
     "text": "Bits per byte against MACs: language models",
     "words": "The same over words of several bytes, trained for longer",
+    "main": "The same at the main size: words, trained for longest, a search for each model",
     "ship": "Trained models for the package",
 }
-TEXT_PARTS = ("text", "words")
-OWN_FOLDERS = {"text": "text", "words": "text-words", "wide": "wide"}  # part → the folder of its results
+TEXT_PARTS = {"text": TEXT, "words": TEXT_WORDS, "main": TEXT_MAIN}
+OWN_FOLDERS = {
+    "text": "text",
+    "words": "text-words",
+    "main": "text-main",
+    "wide": "wide",
+}  # part → the folder of its results
 SETS = {
     "default": ("table1", "table2", "fig2", "fig3", "fig5", "fig6", "fig7"),
     "claims": ("lr", "balance", "temperature", "init"),
@@ -310,6 +319,7 @@ def runs_of(part: str, planner: Planner, selected: Selection) -> list[Run]:
             for seed in some
         ],
         "words": [("main", variants.word_variants(), texts, [seed]) for seed in some],
+        "main": [("main", variants.main_text_variants(), texts, [seed]) for seed in some],
         "ship": [("main", [variant], [name], some) for name, variant in shipped if name in chosen_data],
     }
     return [run for need in needs[part] for run in planner.runs(*need)]

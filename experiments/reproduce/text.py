@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.reproduce.canvas import Pen, panels
-from experiments.reproduce.plan import TEXT, TEXT_WORDS, Scale
+from experiments.reproduce.plan import TEXT, TEXT_PARTS, Scale
 from experiments.reproduce.records import Record, Results, shorten, spread
 from experiments.reproduce.tables import Table, count_seeds, search_table
 from experiments.reproduce.text_aims import (
@@ -24,7 +24,7 @@ from experiments.reproduce.text_aims import (
     gap,
     model_level,
 )
-from experiments.reproduce.variants import DATA_NAMES, text_variants, word_variants
+from experiments.reproduce.variants import DATA_NAMES, TEXT_ROWS
 from raytraced.colours import BLUE, GREY, INK, ORANGE
 from raytraced.files import write_file
 
@@ -59,6 +59,11 @@ SEARCHED = (
     "Validation bits per byte after 250 steps, with one seed that no other run uses. Every model has the rate of its group: "
     "MRE, dense, those that plan by the token, those that choose by their own input."
 )
+
+
+def part_of(scale: Scale) -> str:
+    """The part of the plan that a scale belongs to; a quick run is of the first one."""
+    return next((part for part, known in TEXT_PARTS.items() if known is scale), "text")
 
 
 def read_seconds(folder: Path) -> Seconds:
@@ -129,9 +134,8 @@ def dial_table(results: Results, data: str) -> Table:
 
 
 def aims_table(results: Results, data: str, seconds: Seconds, scale: Scale = TEXT) -> Table:
-    """The aims of benchmarks/aims-paths.md (of aims-words.md on words), and what the runs say."""
-    variants = word_variants() if scale is TEXT_WORDS else text_variants()
-    aims = Aims(results, data, seconds, scale.num_seeds, [one.label for one in variants])
+    """The aims of benchmarks/aims-paths.md, aims-words.md or aims-main.md, and what the runs say."""
+    aims = Aims(results, data, seconds, scale.num_seeds, [one.label for one in TEXT_ROWS[part_of(scale)]()])
     rows = [[one.aim, one.words, one.found] for one in aims.all()]
     note = (
         "Bits above a line at equal MACs, ± standard error; figures of aims that are not decided yet are those so far."
@@ -190,9 +194,11 @@ def write_text(results: Results, folder: Path, scale: Scale) -> Path:
     shown = results.data()
     tables = text_tables(results, read_seconds(folder), scale)
     summary = {data: {label: text_means(results.of(data, label)) for label in results.labels(data)} for data in shown}
-    part = "words" if scale is TEXT_WORDS else "text"
     first = ["# Language models", "", *(["**Quick run, not a result.**", ""] if scale.name == "quick" else [])]
-    first += [f"Written by `python -m experiments.reproduce --only {part}`; docs/lab/paths.md has the rules.", ""]
+    first += [
+        f"Written by `python -m experiments.reproduce --only {part_of(scale)}`; docs/lab/paths.md has the rules.",
+        "",
+    ]
     write_file(folder / "summary.json", json.dumps(shorten(summary), indent=1) + "\n")
     page = folder / "tables.md"
     write_file(page, "\n".join([*first, *(table.markdown() for table in tables)]))

@@ -13,9 +13,12 @@ from experiments.reproduce.records import Record, Results, spread
 
 NUM_BLOCKS, NUM_IN_BLOCK = 4, 16  # of every decoder here, and of each of its blocks
 TOP_K = ("top-1", "top-2", "top-4")
-OWN_INPUT = (*TOP_K, "top-2-balance", "aux-free-2", "threshold", "seq-top-2", "depths-2", "matryoshka")
+BALANCED = ("top-2-balance", "top-4-balance")
+OWN_INPUT = (*TOP_K, *BALANCED, "aux-free-2", "threshold", "seq-top-2", "depths-2", "matryoshka")
 HASH = ("hash-1", "hash-2")
 BASELINES = ("dense-2", *OWN_INPUT, *HASH, "planned-2")
+OURS = ("mre", "mre-range")
+ELASTIC = "mre-range"  # its dial is turned after training
 FEWEST, MOST = 1.0, 4.5  # experts per block between which rows of the dial are compared with the aims
 REACHED = (1.25, 3.5)  # and which they must reach
 
@@ -129,14 +132,16 @@ class Aims:
         data: str,
         seconds: Seconds,
         num_seeds: int = TEXT.num_seeds,
-        rows: Sequence[str] = ("mre", "mre-range", *BASELINES),
+        rows: Sequence[str] = (*OURS, *BASELINES),
     ) -> None:
         self.seconds, self.num_seeds, self.rows = seconds, num_seeds, rows
-        self.own_input, self.baselines, self.top_k = (self.among(labels) for labels in (OWN_INPUT, BASELINES, TOP_K))
-        labels = self.among(("mre", "mre-range", *BASELINES))
+        self.ours = "mre" if "mre" in rows else ELASTIC
+        self.own_input, self.baselines = self.among(OWN_INPUT), self.among(BASELINES)
+        self.top_k = self.among(TOP_K) or self.among(BALANCED)
+        labels = self.among((*OURS, *BASELINES))
         self.records = {label: found for label in labels if (found := results.of(data, label))}
         self.levels = {label: model_level(label, records) for label, records in self.records.items()}
-        turned = dial_levels(self.records["mre-range"]) if "mre-range" in self.records else []
+        turned = dial_levels(self.records[ELASTIC]) if ELASTIC in self.records else []
         self.dial = [one._replace(name=f"stop {one.name}") for one in turned if FEWEST <= one.experts <= MOST]
 
     def among(self, labels: Iterable[str]) -> tuple[str, ...]:
@@ -161,10 +166,12 @@ class Aims:
 
     def planned(self) -> Verdict:
         def check() -> tuple[bool, str]:
-            gaps = [gap(self.levels[label], self.line(self.own_input)) for label in ("planned-2", "mre")]
+            gaps = [gap(self.levels[label], self.line(self.own_input)) for label in ("planned-2", self.ours)]
             return all(one.bits <= 0.005 for one in gaps), say(gaps)
 
-        return self.verdict("1. planned from the token, at most +0.005", ("planned-2", "mre", *self.own_input), check)
+        return self.verdict(
+            "1. planned from the token, at most +0.005", ("planned-2", self.ours, *self.own_input), check
+        )
 
     def one_checkpoint(self) -> Verdict:
         def check() -> tuple[bool, str]:
@@ -176,48 +183,48 @@ class Aims:
             span = f"{min(experts):.2f} to {max(experts):.2f} experts per block: " if experts else "no row"
             return reached and all(one.bits <= 0.02 for one in gaps), span + say(gaps)
 
-        return self.verdict("2. one checkpoint, at most +0.02", ("mre-range", *self.baselines), check)
+        return self.verdict("2. one checkpoint, at most +0.02", (ELASTIC, *self.baselines), check)
 
     def ahead(self) -> Verdict:
         def check() -> tuple[bool, str]:
-            gaps = [gap(one, self.line(self.baselines)) for one in (self.levels["mre"], *self.dial)]
+            gaps = [gap(one, self.line(self.baselines)) for one in (self.levels[self.ours], *self.dial)]
             level = all(one.bits <= 0.01 for one in gaps)
             return level and any(one.bits <= -max(0.02, 2 * one.error) for one in gaps), say(gaps)
 
-        named = ("mre", "mre-range", *self.baselines)
+        named = (self.ours, ELASTIC, *self.baselines)
         return self.verdict("3. nowhere above +0.01, somewhere at most −0.02", named, check)
 
     def learned(self) -> Verdict:
         def check() -> tuple[bool, str]:
-            one = gap(self.levels["mre"], self.line(HASH))
+            one = gap(self.levels[self.ours], self.line(HASH))
             return one.bits <= -2 * one.error, str(one)
 
-        return self.verdict("4. learned paths below hash by two standard errors", ("mre", *HASH), check)
+        return self.verdict("4. learned paths below hash by two standard errors", (self.ours, *HASH), check)
 
     def alive(self) -> Verdict:
         def check() -> tuple[bool, str]:
-            dead = {label: [dead_experts(one) for one in self.records[label]] for label in ("mre", "mre-range")}
+            dead = {label: [dead_experts(one) for one in self.records[label]] for label in self.among(OURS)}
             found = "; ".join(f"{label} {', '.join(map(str, counts))}" for label, counts in dead.items())
             return not any(map(sum, dead.values())), f"dead per seed: {found}"
 
-        return self.verdict("5. no dead expert", ("mre", "mre-range"), check)
+        return self.verdict("5. no dead expert", self.among(OURS), check)
 
     def time(self) -> Verdict:
         def check() -> tuple[bool, str]:
-            if any(label not in self.seconds for label in ("mre", *self.top_k)):
+            if any(label not in self.seconds for label in (self.ours, *self.top_k)):
                 return False, "no times yet"
-            ours = self.levels["mre"].bits
+            ours = self.levels[self.ours].bits
             line = sorted((self.levels[label] for label in self.top_k), key=lambda level: level.bits)
             compared = []
             for name in ("step", "byte"):
                 values = [self.seconds[one.name][name] for one in line]
                 expected = float(np.interp(ours, [one.bits for one in line], values))
-                compared.append((name, self.seconds["mre"][name], expected))
+                compared.append((name, self.seconds[self.ours][name], expected))
             found = "; ".join(f"{name} {1e3 * mine:.1f} against {1e3 * other:.1f} ms" for name, mine, other in compared)
             return all(mine < other for _, mine, other in compared), found
 
-        verdict = self.verdict("6. less time than top-k at equal bits", ("mre", *self.top_k), check)
-        return verdict if "mre" in self.seconds else verdict._replace(holds=None)
+        verdict = self.verdict("6. less time than top-k at equal bits", (self.ours, *self.top_k), check)
+        return verdict if self.ours in self.seconds else verdict._replace(holds=None)
 
 
 def say(gaps: Iterable[Gap]) -> str:

@@ -202,17 +202,41 @@ def word_variants() -> tuple[Variant, ...]:
     return tuple(main[label] for label in WORD_ROWS)
 
 
+# The rows of the comparison at the main size: in each family of baselines those that were best over bytes and words.
+MAIN_ROWS = ("mre-range", "hash-1", "planned-2", "top-2-balance", "hash-2", "top-4-balance", "dense-2")
+
+
+def main_text_variants() -> tuple[Variant, ...]:
+    """The rows of the comparison at the main size; each has a search of its own."""
+    known = {one.label: one for one in (*text_variants(), *more_text_variants())}
+    return tuple(replace(known[label], tuned_as=None) for label in MAIN_ROWS)
+
+
+# The models that a comparison of language models trains, by its part of the plan; more of them follow on bytes.
+TEXT_ROWS = {"text": text_variants, "words": word_variants, "main": main_text_variants}
+
+
 def more_text_variants() -> tuple[Variant, ...]:
     """Further rows on text, which are trained after all seeds of the main ones."""
     main = {one.label: one for one in text_variants()}
     top, planned, dense = main["top-2"], main["planned-2"], main["dense-2"]
     first_block = planned.options | {"routing_input": "first-block"}
+    balanced = {
+        k: replace(top, label=f"top-{k}-balance", options=COUNTED | {"k": k, "balance": 0.01}, tuned_as=top)
+        for k in (1, 4, 8)
+    }
+    aux_free = {k: Variant(f"aux-free-{k}", "gpt-aux-free", COUNTED | {"k": k}, tuned_as=top) for k in (1, 4)}
     return (
         replace(top, label="top-8", options=COUNTED | {"k": 8}, tuned_as=top),
+        balanced[1],
+        balanced[4],
+        aux_free[1],
         replace(planned, label="planned-1", options=COUNTED | {"k": 1}, tuned_as=planned),
         replace(planned, label="planned-4", options=COUNTED | {"k": 4}, tuned_as=planned),
         replace(planned, label="first-block-2", options=first_block, tuned_as=planned),
         Variant("relu-2", "gpt-relu", EXPERTS_PER_BLOCK | {"k": 2.0}, tuned_as=top),
+        balanced[8],
+        aux_free[4],
         *(replace(dense, label=f"dense-{num}", options={"hidden": 128 * num}, tuned_as=dense) for num in (1, 4, 8)),
     )
 
