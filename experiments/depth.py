@@ -1,7 +1,6 @@
 """What a path gains by: one change at a time to a recipe, in short runs on validation data.
 
     python -m experiments.depth             # text: trains what is missing, writes benchmarks/depth.md; resumable
-    python -m experiments.depth words       # text in words, trained for longer: writes benchmarks/depth-words.md
     python -m experiments.depth images      # images: writes benchmarks/image-recipe.md
     python -m experiments.depth --redraw    # the table again, from the records
 
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from experiments import BENCHMARKS
-from experiments.reproduce.plan import FULL, SEARCH_SEED, TEXT, TEXT_WORDS, Planner, Run, Scale
+from experiments.reproduce.plan import FULL, SEARCH_SEED, TEXT, Planner, Run, Scale
 from experiments.reproduce.records import Record, Store, spread
 from experiments.reproduce.tables import Table
 from experiments.reproduce.text_aims import dead_experts
@@ -109,17 +108,6 @@ TEXT_CHANGES: Changes = {
     "`stop` 1": ({"stop": 1.0}, {}),
 }
 
-# The comparison over words has 0.024 for MRE, the best of a search of 250 steps, and 0.012 for the random tables.
-AT_HALF = {"lr": 1.2e-2}
-WORD_CHANGES: Changes = {
-    "as in the comparison": ({}, {}),
-    "learning rate 0.012": ({}, AT_HALF),
-    "learning rate 0.006": ({}, {"lr": 6e-3}),
-    "learning rate 0.012, gates nearly at rest": ({}, AT_HALF | {"lr_routing": 1e-6}),
-    "learning rate 0.012, weights × 1": ({"weight_scale": 1.0}, AT_HALF),
-    "a random table with one expert, learning rate 0.012": ({"model": "gpt-hash", "k": 1}, AT_HALF),
-}
-
 # Half sharp, as sharp as the decoder's start, and the decoder's with its longer sequences.
 SHARP = {"entry_scale": 4.0, "input_init_std": 1.0}
 DECODER_START = {"entry_scale": 16.0, "input_init_std": 3.0, "input_rank": 16, "output_logit_offset": 8.0}
@@ -156,16 +144,6 @@ TEXT_STUDY = Study(
     (SEARCH_SEED,),
     TEXT_CHANGES,
 )
-WORD_STUDY = Study(
-    "depth-words",
-    "The recipe of `mre-range` over words, trained as in the comparison: 4,500 steps of 1,024 tokens of enwik8, validation "
-    "text, one seed. Made after the comparison was seen, to learn whether its learning rate explains it.",
-    TEXT_WORDS,
-    next(one for one in text_variants() if one.label == "mre-range"),
-    {"enwik8": (18, 2.4e-2)},
-    (SEARCH_SEED,),
-    WORD_CHANGES,
-)
 IMAGE_STUDY = Study(
     "image-recipe",
     "The recipe for images without a loss on exits and without a target. Validation images, 15 epochs at a learning rate of "
@@ -177,7 +155,7 @@ IMAGE_STUDY = Study(
     IMAGE_CHANGES,
 )
 BUDGETS = (1, 2, 4)  # experts
-STUDIES = {"text": TEXT_STUDY, "words": WORD_STUDY, "images": IMAGE_STUDY}
+STUDIES = {"text": TEXT_STUDY, "images": IMAGE_STUDY}
 
 
 def text_table(study: Study) -> Table:

@@ -170,7 +170,7 @@ class MovingThresholds(Router):
         self.register_buffer("thresholds", torch.zeros(num_layers, num_experts))
         with torch.no_grad():
             for parameter in self.gates.parameters():
-                parameter *= sharpness
+                parameter.mul_(sharpness)
 
     def alike(self, call: Call) -> bool:
         return not self.training  # the load counts tokens, not words

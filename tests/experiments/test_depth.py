@@ -12,7 +12,7 @@ from raytraced import plugins
 from raytraced.models.registry import build
 from raytraced.router import Call
 
-TABLES = {"text": text_table, "words": text_table, "images": image_table}
+TABLES = {"text": text_table, "images": image_table}
 CASES = [(study, name) for study, one in STUDIES.items() for name in one.changes]
 
 
