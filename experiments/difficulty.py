@@ -1,7 +1,8 @@
 """Do hard images run more experts? Rank correlations between the experts per image and another model's loss on it.
 
-    python -m experiments.difficulty WORK           # trains what is missing in WORK, measures it, writes the page
-    python -m experiments.difficulty WORK --table   # writes the page from benchmarks/difficulty.npz alone
+    python -m experiments.difficulty WORK                   # trains what is missing in WORK, measures it, writes the page
+    python -m experiments.difficulty WORK --only LABEL      # measures this model alone, and keeps what is known of the others
+    python -m experiments.difficulty WORK --table           # writes the page from benchmarks/difficulty.npz alone
 
 The other model is of another kind and another seed: four dense blocks, seed 200, trained as those in results/ are. Test
 images; thresholds from validation images, the cheapest that loses at most 0.1 points. The aims are in benchmarks/aims.md.
@@ -25,21 +26,23 @@ from experiments import BENCHMARKS, RESULTS
 from experiments.reproduce.canvas import card
 from experiments.reproduce.command import find_plan
 from experiments.reproduce.plan import FULL, Planner, Run
-from experiments.reproduce.records import Store, spread
+from experiments.reproduce.reading_aims import BEHIND, difference
+from experiments.reproduce.records import Spread, Store, spread
 from experiments.reproduce.tables import Table, count_seeds
-from experiments.reproduce.variants import DATA_NAMES, DENSE_VARIANTS, EXIT_BASELINES, MRE, Variant
+from experiments.reproduce.variants import DATA_NAMES, DENSE_VARIANTS, EXIT_BASELINES, MRE, MRE_BUDGETS_EXITS, Variant
 from raytraced import load
 from raytraced.early_exit import ExitPolicy, answers
 from raytraced.tasks.registry import find_task
 from raytraced.training.calibration import calibrate, evaluate_exits, first_confident_exit
 from raytraced.training.loop import train
 
-SEEDS = 5
-THRESHOLD_SEEDS = 2  # so that the arrays stay below 2 MB
+# The models, and the number of their seeds: few of the baseline's, so that the arrays stay small.
+MODELS = {"mre": 5, "threshold-exits": 2, "mre-budgets-exits": 5}
 OTHER_SEED = 200
 NUM_SHOWN = 12
 DENSE = next(one for one in DENSE_VARIANTS if one.label == "dense-4")
 THRESHOLD = next(one for one in EXIT_BASELINES if one.label == "threshold-exits")
+VARIANTS: dict[str, Variant] = {one.label: one for one in (MRE, THRESHOLD, MRE_BUDGETS_EXITS)}
 FILE = BENCHMARKS / "difficulty.npz"
 UNION_PARTS = ("mnist", "fashion-mnist", "cifar10")  # ten classes each, in this order
 COLUMNS = ("early exit", "no early exit", "gain, early exit", "gain, no early exit")
@@ -172,26 +175,53 @@ def gallery(images: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Fig
         return figure
 
 
-def measure(work: Path, seeds: int, threshold_seeds: int) -> Arrays:
-    """Measure all data sets, and draw the gallery."""
-    planner, arrays, images = find_plan(FULL, RESULTS), {}, {}
-    models: list[tuple[Variant, int]] = [(MRE, seeds), (THRESHOLD, threshold_seeds)]
-    for variant, num in models:
+def measure(work: Path, models: dict[str, int], arrays: Arrays) -> Arrays:
+    """Measure some models on all data sets, beside what is known of others; draw the gallery if ours is among them.
+
+    Args:
+        work: Folder of the runs.
+        models: Label → number of seeds.
+        arrays: What is known.
+    """
+    planner, images, arrays = find_plan(FULL, RESULTS), {}, dict(arrays)
+    for label, num in models.items():
         for data in [name for name, plan in FULL.data.items() if plan.compared]:
             if f"{data}/hard" not in arrays:
                 arrays[f"{data}/hard"] = losses_of_another(planner, data, work).numpy().astype(np.float16)
-            for run in planner.runs("main", [variant], [data], range(num)):
+            for run in planner.runs("main", [VARIANTS[label]], [data], range(num)):
                 found = study(run, work)
                 arrays |= {f"{data}/{run.label}/{run.seed}/{name}": values for name, values in found.items()}
-                if variant is MRE and run.seed == 0:
+                if label == MRE.label and run.seed == 0:
                     dataset = find_task(data).load(data, None)
                     if FULL.data[data].wide:
                         arrays[f"{data}/part"] = (dataset.test.labels.numpy() // 10).astype(np.uint8)
                     else:
                         order = found["early"].argsort(kind="stable")
                         images[data] = dataset.test.images.numpy(), order[:NUM_SHOWN], order[-NUM_SHOWN:]
-    gallery(images).savefig(BENCHMARKS / "hard.png", dpi=150, metadata={"Software": None})
+    if images:
+        gallery(images).savefig(BENCHMARKS / "hard.png", dpi=150, metadata={"Software": None})
     return arrays
+
+
+def spreads(arrays: Arrays, data: str, label: str) -> list[Spread]:
+    """The correlations of a model over its seeds, in the order of COLUMNS."""
+    found = [correlations(arrays[f"{data}/hard"], run) for run in runs_in(arrays, data)[label]]
+    return [spread(column) for column in zip(*found, strict=True)]
+
+
+def second_recipe(arrays: Arrays) -> str:
+    """Rule 4 of benchmarks/aims-images.md: the correlations of the second recipe against those of ours, in a sentence."""
+    ours, known = MRE_BUDGETS_EXITS.label, [data for data in FULL.data if f"{data}/hard" in arrays]
+    if not known or any(ours not in runs_in(arrays, data) for data in known):
+        return f"Rule 4 of aims-images.md is not decided yet: `{ours}` was not measured."
+    lower = []
+    for data in known:
+        pairs = zip(spreads(arrays, data, ours), spreads(arrays, data, MRE.label), COLUMNS[:2], strict=False)
+        lower += [
+            f"{DATA_NAMES[data]}, {name}" for one, other, name in pairs if difference(one, other).verdict == BEHIND
+        ]
+    found = f"fails: lower on {'; '.join(lower)}" if lower else "holds"
+    return f"Rule 4 of aims-images.md, correlations of `{ours}` at least those of `{MRE.label}`, {found}."
 
 
 def page(arrays: Arrays) -> str:
@@ -212,14 +242,20 @@ its number of experts too, trained with the same loss on exits. On the union a m
 
 {table}
 
+{second_recipe(arrays)}
+
 Experts and losses of every image are in difficulty.npz. Written by `python -m experiments.difficulty`.
 """
 
 
-def main(work: Path, seeds: int, threshold_seeds: int, table: bool) -> None:
+def main(work: Path, only: str | None, table: bool) -> None:
     """Measure, unless only the page is asked for; write the page."""
     if not table:
-        np.savez_compressed(FILE, **measure(work, seeds, threshold_seeds))
+        known: Arrays = {}
+        if only is not None:
+            with np.load(FILE) as arrays:
+                known = dict(arrays)
+        np.savez_compressed(FILE, **measure(work, MODELS if only is None else {only: MODELS[only]}, known))
     with np.load(FILE) as arrays:
         text = page(dict(arrays))
     (BENCHMARKS / "difficulty.md").write_text(text, "utf-8")
@@ -228,8 +264,7 @@ def main(work: Path, seeds: int, threshold_seeds: int, table: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("work", type=Path, help="folder of the runs")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="of MRE")
-    parser.add_argument("--threshold-seeds", type=int, default=THRESHOLD_SEEDS, help="of the baseline")
+    parser.add_argument("--only", choices=tuple(MODELS), help="measure this model alone")
     parser.add_argument("--table", action="store_true", help="train and measure nothing")
     torch.set_num_threads(1)
     main(**vars(parser.parse_args()))

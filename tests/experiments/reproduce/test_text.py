@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from experiments.reproduce import command, plan
-from experiments.reproduce.plan import BYTES, FULL, TEXT, TEXT_WORDS, TOKENIZER, Planner, collect_runs
+from experiments.reproduce.plan import BYTES, FULL, TEXT, TEXT_MAIN, TEXT_WORDS, TOKENIZER, Planner, collect_runs
 from experiments.reproduce.records import Record, Results, Store, read_searches
-from experiments.reproduce.variants import more_text_variants, text_variants, word_variants
+from experiments.reproduce.variants import main_text_variants, more_text_variants, text_variants, word_variants
 from raytraced.models.registry import build
 
 RATES = {"enwik8": {"mre": 4e-3, "planned-2": 2e-3, "dense-2": 8e-3, "top-2": 1e-3}}
@@ -105,11 +105,24 @@ def test_words_are_trained_alike_too_and_longer_than_bytes():
     assert searched == {"mre": 4, "top-2": 4, "planned-2": 4, "dense-2": 4}
 
 
-def test_bytes_and_words_have_folders_of_their_own():
-    with pytest.raises(ValueError, match="only=words,fig2: words has a folder of its own"):
-        command.reproduce(only="words,fig2", dry_run=True)
-    with pytest.raises(ValueError, match="only=words: a quick run of text is --only text"):
-        command.reproduce(quick=True, only="words", dry_run=True)
+def test_every_model_of_the_main_size_has_a_search_of_its_own_and_the_longest_training():
+    labels = [one.label for one in main_text_variants()]
+    searches = collect_runs(["main"], Planner(TEXT_MAIN, {}), None)
+    assert Counter(run.family for run in searches) == dict.fromkeys(labels, 3)
+    assert {run.config.epochs * run.config.data_options["steps"] for run in searches} == {1000}
+    runs = collect_runs(["main"], Planner(TEXT_MAIN, {"enwik8": dict.fromkeys(labels, 6e-3)}), None)
+    assert [(run.seed, run.label) for run in runs] == [(seed, label) for seed in range(3) for label in labels]
+    assert {run.config.epochs * run.config.data_options["steps"] for run in runs} == {5000}
+    bytes_and_words = {one.label: one for one in (*text_variants(), *more_text_variants())}
+    assert all(one.options == bytes_and_words[one.label].options for one in main_text_variants())
+
+
+@pytest.mark.parametrize("part", ["words", "main"])
+def test_each_comparison_has_a_folder_of_its_own(part):
+    with pytest.raises(ValueError, match=f"only={part},fig2: {part} has a folder of its own"):
+        command.reproduce(only=f"{part},fig2", dry_run=True)
+    with pytest.raises(ValueError, match=f"only={part}: a quick run of text is --only text"):
+        command.reproduce(quick=True, only=part, dry_run=True)
 
 
 def test_a_quick_run_trains_evaluates_bits_and_writes_the_page(tmp_path, monkeypatch, capsys):
@@ -117,6 +130,7 @@ def test_a_quick_run_trains_evaluates_bits_and_writes_the_page(tmp_path, monkeyp
     monkeypatch.setattr(plan.variants, "text_variants", lambda: tuple(kept))
     monkeypatch.setattr(plan.variants, "more_text_variants", lambda: ())
     monkeypatch.setattr(plan.variants, "word_variants", lambda: ())
+    monkeypatch.setattr(plan.variants, "main_text_variants", lambda: ())
     monkeypatch.setattr(plan, "BYTES", TINY)
     monkeypatch.setattr(command, "TEXT_QUICK", replace(plan.TEXT_QUICK, data={"shakespeare": TINY}))
     assert command.reproduce(quick=True, only="text", output=str(tmp_path), workers=1) == 0

@@ -23,7 +23,7 @@ from experiments.reproduce.variants import text_variants
 from experiments.text_seconds import measure
 
 STOPS = (4.0, 1.0, 0.5, 0.2, 0.1, 0.05, 0.02)
-SECONDS = {label: {"step": 0.1 * k, "byte": 0.002 * k} for label, k in zip(TOP_K, (1, 2, 4), strict=True)}
+SECONDS = {label: {"step": 0.1 * k, "token": 0.002 * k} for label, k in zip(TOP_K, (1, 2, 4), strict=True)}
 
 
 def level(bits, macs, error=0.0):
@@ -62,7 +62,7 @@ def make(record):
     return make_all
 
 
-def verdicts(results, seconds=SECONDS | {"mre": {"step": 0.15, "byte": 0.003}}):
+def verdicts(results, seconds=SECONDS | {"mre": {"step": 0.15, "token": 0.003}}):
     return {one.aim[0]: one for one in Aims(results, "enwik8", seconds).all()}
 
 
@@ -95,9 +95,9 @@ def test_aims_hold_and_fail_by_their_rules(make):
 
 
 def test_time_is_compared_at_equal_bits(make):
-    # top-2 has as many bits as mre: a step of 0.2 s and a byte of 0.004 s
-    assert verdicts(make())["6"].found == "step 150.0 against 200.0 ms; byte 3.0 against 4.0 ms"
-    slow = SECONDS | {"mre": {"step": 0.15, "byte": 0.005}}
+    # top-2 has as many bits as mre: a step of 0.2 s and a token of 0.004 s
+    assert verdicts(make())["6"].found == "step 150.0 against 200.0 ms; token 3.0 against 4.0 ms"
+    slow = SECONDS | {"mre": {"step": 0.15, "token": 0.005}}
     assert verdicts(make(), slow)["6"].holds is False
     # below all top-k: against the one with the lowest bits
     assert "against 400.0 ms" in verdicts(make(mre=2.3))["6"].found
@@ -111,7 +111,7 @@ def test_an_aim_with_missing_runs_is_not_judged(make):
     without = verdicts(make(skipped=("hash-2",)))
     assert (without["4"].words, without["4"].found) == ("not decided yet, 10 of 15 runs", "–")
     assert without["5"].words == "holds"
-    assert verdicts(Results([]))["1"].words == "not decided yet, 0 of 55 runs"
+    assert verdicts(Results([]))["1"].words == "not decided yet, 0 of 60 runs"
 
 
 def test_the_tables_show_means_errors_and_what_was_not_measured(make):
@@ -136,11 +136,11 @@ def test_searches_alone_give_their_table_and_no_figure(record, tmp_path):
     assert not save_figures(["text"], results, results.data(), tmp_path, None)
 
 
-def test_a_step_and_a_byte_are_timed_for_every_model():
+def test_a_step_and_a_token_are_timed_for_every_model(tmp_path):
     some = [one for one in text_variants() if one.label in ("mre", "hash-1")]
-    found = measure(some, num_rounds=1)
+    found = measure(some, tmp_path, num_rounds=1)
     assert found.keys() == {"mre", "hash-1"}
-    assert all(one.keys() == {"step", "byte"} and min(one.values()) > 0 for one in found.values())
+    assert all(one.keys() == {"step", "token"} and min(one.values()) > 0 for one in found.values())
 
 
 @pytest.mark.parametrize(("name", "scale"), [("text", TEXT), ("text-words", TEXT_WORDS)])
