@@ -18,7 +18,7 @@ import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
@@ -33,7 +33,7 @@ from PIL import Image
 
 import raytraced as rt
 from experiments.reproduce.command import find_plan
-from experiments.reproduce.plan import TEXT, TEXT_WORDS, every_run
+from experiments.reproduce.plan import OWN_FOLDERS, TEXT_PARTS, every_run
 from experiments.reproduce.reading_aims import agrees, compare_final_loss, compare_longer
 from experiments.reproduce.records import Record, Results, Store, spread
 from experiments.reproduce.tables import ACCURACY, USE, final_loss_table, gain_over_fixed, search_table
@@ -448,7 +448,9 @@ def final_loss_rows() -> list[str]:
 
 def machine_time() -> list[str]:
     """The seconds of all recorded runs, as hours on one core."""
-    folders = {"images": "results", "text, one grid": "results/text", "text, old form": "results/text-old"}
+    folders = {"images": "results", "images, wide": "results/wide", "text, bytes": "results/text"}
+    folders |= {"text, words": "results/text-words", "text, main size": "results/text-main"}
+    folders |= {"text, old form": "results/text-old"}
     rows = ["| records | runs | hours on one core |", "|---|---:|---:|"]
     total = [0, 0.0]
     for name, folder in folders.items():
@@ -535,13 +537,13 @@ def bits_cell(mean: float, std: float, seeds: int) -> str:
 
 
 @cache
-def path_tables(words: bool = False) -> dict[str, list[str]]:
-    """The tables of the comparison of paths on enwik8, over bytes or over words, from their records, as lines."""
-    folder, scale = ROOT / "results" / ("text-words" if words else "text"), TEXT_WORDS if words else TEXT
+def path_tables(part: str) -> dict[str, list[str]]:
+    """The tables of one comparison of paths on enwik8, from its records, as lines."""
+    folder, scale = ROOT / "results" / OWN_FOLDERS[part], TEXT_PARTS[part]
     results, seconds = Store(folder / "records").results(every_run(find_plan(scale, folder))), read_seconds(folder)
     tables = {
         "models": models_on_text(results, "enwik8", seconds),
-        "dials": dial_table(results, "enwik8"),
+        "dials": dial_table(results, "enwik8", scale),
         "aims": path_aims(results, "enwik8", seconds, scale),
         "seconds": seconds_table(seconds),
         "searches": search_table(results, lambda score: f"{-score:.3f}", ""),
@@ -585,17 +587,21 @@ WRITTEN = {
     "<!-- aims: make tables writes this table -->\n": aims_table,
     "<!-- exits: make tables writes this table -->\n": exits_table,
     "<!-- text: make tables writes this table -->\n": text_table,
-    "<!-- path models: make tables writes this table -->\n": lambda: path_tables()["models"],
-    "<!-- path dials: make tables writes this table -->\n": lambda: path_tables()["dials"],
-    "<!-- path aims: make tables writes this table -->\n": lambda: path_tables()["aims"],
-    "<!-- path seconds: make tables writes this table -->\n": lambda: path_tables()["seconds"],
-    "<!-- path searches: make tables writes this table -->\n": lambda: path_tables()["searches"],
-    "<!-- word models: make tables writes this table -->\n": lambda: path_tables(words=True)["models"],
-    "<!-- word dials: make tables writes this table -->\n": lambda: path_tables(words=True)["dials"],
-    "<!-- word aims: make tables writes this table -->\n": lambda: path_tables(words=True)["aims"],
-    "<!-- word searches: make tables writes this table -->\n": lambda: path_tables(words=True)["searches"],
     "<!-- targets: make tables writes this table -->\n": target_table,
     "<!-- budgets: make tables writes this table -->\n": budgets_table,
+}
+# part of the plan → the first word of its tables' names, and which of them are shown
+PATH_TABLES = {
+    "text": ("path", ("models", "dials", "aims", "seconds", "searches")),
+    "words": ("word", ("models", "dials", "aims", "searches")),
+    "main": ("main", ("models", "dials", "aims", "seconds", "searches")),
+}
+WRITTEN |= {
+    f"<!-- {word} {name}: make tables writes this table -->\n": partial(
+        lambda part, name: path_tables(part)[name], part, name
+    )
+    for part, (word, names) in PATH_TABLES.items()
+    for name in names
 }
 
 

@@ -121,6 +121,8 @@ def early_exit(results: Results) -> list[Row]:
     rows = []
     for data in known_data(results, EXITS):
         found = with_exits(results, data)
+        if DEEP not in found:
+            continue
         worst = min(found, key=lambda label: found[label].mean / max(found[label].error, math.ulp(1.0)))
         shown = f"{DATA_NAMES[data]} {found[worst]} ({worst}); {DEEP} {found[DEEP]} ({found[DEEP].verdict})"
         rows.append(Row(data, all(one.verdict != BEHIND for one in found.values()), shown))

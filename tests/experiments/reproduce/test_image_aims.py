@@ -92,6 +92,10 @@ def test_early_exit_is_compared_on_the_line_of_each_baseline(record, gain, holds
     assert "dense-8-exits" in row.found
 
 
+def test_early_exit_is_not_decided_before_eight_blocks_with_exits_are_there(record):
+    assert early_exit(Results(stopped(record, "mre-budgets-exits", 0.9))) == []
+
+
 def test_the_third_rule_needs_two_sets_on_which_ours_is_ahead_of_eight_blocks(record, baselines):
     def judged(names):
         found = [*baselines, *ours(record, 0.92)]
