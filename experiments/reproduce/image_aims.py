@@ -151,13 +151,13 @@ def verdicts(results: Results) -> list[list[str]]:
     ends, budgets, exits = to_the_end(results), one_checkpoint(results), early_exit(results)
     ahead = sum(with_exits(results, row.data)[DEEP].verdict == AHEAD for row in exits)
     at = ", ".join(map(str, BUDGETS))
-    judged = [
+    rules = [
         ("1. to the end, level with the best baseline of at most its MACs", ends, True),
         (f"2. one checkpoint at {at} experts, at most {MOST_BELOW} points below the baselines", budgets, True),
         ("3. with early exit level with every baseline, ahead of eight dense blocks on two sets", exits, ahead >= 2),
         ("the second recipe becomes the default", [is_default(results)] if ends and exits else [], True),
     ]
-    return [[rule, verdict_on(rows, more), "; ".join(row.found for row in rows)] for rule, rows, more in judged]
+    return [[rule, verdict_on(rows, more), "; ".join(row.found for row in rows)] for rule, rows, more in rules]
 
 
 def verdict_on(rows: Sequence[Row], more: bool) -> str:

@@ -206,7 +206,7 @@ def second_recipe_table(results: Results) -> Table:
         "benchmarks/aims-images.md. Rule 4 is in benchmarks/difficulty.md, rule 5 in results/wide/tables.md."
     )
     known = any(verdict != "not decided yet" for _, verdict, _ in rows)
-    return Table("The second recipe, judged", ["rule", "verdict", "found"], rows if known else [], note)
+    return Table("The second recipe, by its rules", ["rule", "verdict", "found"], rows if known else [], note)
 
 
 def longer_table(results: Results) -> Table:

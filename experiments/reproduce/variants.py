@@ -71,7 +71,7 @@ LONG_EPOCHS = 60
 MRE_PAPER_LONG = replace(MRE_PAPER, label=f"mre-paper-{LONG_EPOCHS}-epochs")
 # Our recipe without a loss on early answers and without a target: trained as the baselines of the same table are.
 MRE_FINAL = Variant("mre-final-loss", "mre", RECIPE, {"exit_loss": 0.0, "target_experts": None})
-# The second recipe, trained for all budgets: chosen on validation images in benchmarks/image-recipe.md, judged by
+# The second recipe, trained for all budgets: chosen on validation images in benchmarks/image-recipe.md; its rules are in
 # benchmarks/aims-images.md.
 ALL_BUDGETS = RECIPE | {"weighting": "relative", "stop_range": [0.05, 20.0]}
 MRE_BUDGETS = Variant("mre-budgets", "mre", ALL_BUDGETS, {"exit_loss": 0.0, "target_experts": None})

@@ -97,14 +97,14 @@ def test_early_exit_is_not_decided_before_eight_blocks_with_exits_are_there(reco
 
 
 def test_the_third_rule_needs_two_sets_on_which_ours_is_ahead_of_eight_blocks(record, baselines):
-    def judged(names):
+    def found_with(names):
         found = [*baselines, *ours(record, 0.92)]
         for data in names:
             found += stopped(record, "mre-budgets-exits", 0.91, data) + stopped(record, "dense-8-exits", 0.9, data)
         return [row[1] for row in verdicts(Results(found))]
 
-    assert judged(["mnist"])[2] == "fails"
-    assert judged(["mnist", "cifar10"])[2] == "holds"
+    assert found_with(["mnist"])[2] == "fails"
+    assert found_with(["mnist", "cifar10"])[2] == "holds"
 
 
 def test_rules_without_records_do_not_hold():
