@@ -3,6 +3,8 @@
 - within-layer: a node is active if its rate is a share of the largest of its layer; the output node takes no part.
 - last-layer-gates: the last layer's nodes have gates too, to the inactive nodes beside them and to the output node.
 - moving-thresholds: sigmoid gates, each active above a threshold of its own that moves towards a mean load.
+- token-before: every second block takes its part of the path from the token before, so a path hangs on two tokens.
+- table-before: the same with a random table in place of the activation sequence.
 
 Axes: B batch, L layers, N experts per layer, O = N + 1 outlets, D width.
 """
@@ -16,6 +18,7 @@ from raytraced import plugins
 from raytraced.models.registry import GRID, ModelInfo
 from raytraced.router import Call, Choice, Router
 from raytraced.routers.choosing import global_load, top_mask
+from raytraced.routers.hash import HashRouting
 from raytraced.routers.raytraced import RaytracedRouter
 from raytraced.routers.raytraced_config import RaytracedConfig
 from raytraced.routing import Rates, RoutingNetwork
@@ -193,10 +196,58 @@ class MovingThresholds(Router):
         self.thresholds += self.update_rate * (load_LN - aim).sign()
 
 
+class TokenBefore(Router):
+    """Every second layer runs what the path of the token before has there; a text's first token has its own path alone.
+
+    Args:
+        dim: Width of the hidden vectors.
+        num_layers: Number of expert layers.
+        num_experts: Number of experts per layer.
+        context: The decoder's option, by which a token's position is known.
+    """
+
+    plans = True
+
+    def __init__(self, dim: int, num_layers: int, num_experts: int, *, context: int = 64) -> None:
+        super().__init__(dim, num_layers, num_experts, num_outlets=0)
+        self.context = context
+        self.own = self.make_own(dim)
+
+    def make_own(self, dim: int) -> Router:
+        """The router of one token's path."""
+        return RaytracedRouter(
+            dim, self.num_layers, self.num_experts, RaytracedConfig(**START, weight_scale=2.0, stop=0.2)
+        )
+
+    def plan(self, hidden_BD: Tensor, call: Call) -> Choice:
+        super().plan(hidden_BD, call)
+        own, rows_B = self.own.plan(hidden_BD, call), call.rows
+        assert own is not None
+        assert own.weights is not None
+        assert rows_B is not None
+        before_B = torch.arange(len(rows_B)) - (rows_B % self.context != 0).long()
+        from_before_L1 = (torch.arange(self.num_layers) % 2 == 1)[:, None]
+        active_BLN, weights_BLN = (
+            torch.where(from_before_L1, each_BLN[before_B], each_BLN) for each_BLN in (own.active, own.weights)
+        )
+        return Choice(active_BLN, weights_BLN)
+
+
+class TableBefore(TokenBefore):
+    """The same with a random table: nothing of the routing learns."""
+
+    learns = False
+
+    def make_own(self, dim: int) -> Router:
+        return HashRouting(dim, self.num_layers, self.num_experts)
+
+
 ROUTERS: dict[str, type[Router]] = {
     "within-layer": WithinLayer,
     "last-layer-gates": GatedLastLayer,
     "moving-thresholds": MovingThresholds,
+    "token-before": TokenBefore,
+    "table-before": TableBefore,
 }
 
 

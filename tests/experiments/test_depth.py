@@ -69,17 +69,30 @@ def make_router(name: str, **options):
     return path_routers.ROUTERS[name](6, 3, 4, **options)
 
 
-@pytest.mark.parametrize("name", path_routers.ROUTERS)
+@pytest.mark.parametrize("name", [name for name, router in path_routers.ROUTERS.items() if router.learns])
 def test_another_router_learns_and_its_weights_are_those_of_active_experts(name):
     router = make_router(name).eval()
     hidden = torch.randn(50, 6)
-    choice = router.plan(hidden, Call())
+    choice = router.plan(hidden, Call(rows=torch.arange(50)))
     assert choice.active.shape == choice.weights.shape == (50, 3, 4)
     assert set(choice.active.unique().tolist()) == {0.0, 1.0}
     assert (choice.weights[choice.active == 0] == 0).all()
     assert choice.weights.amax(-1)[choice.active.sum(-1) > 0].sub(2.0).abs().max() < 1e-5  # relative, times 2
     (choice.weights * torch.randn(50, 3, 4)).sum().backward()
     assert any(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in router.parameters())
+
+
+@pytest.mark.parametrize("name", ["token-before", "table-before"])
+def test_every_second_layer_has_the_path_of_the_token_before(name):
+    router = make_router(name, context=5).eval()
+    hidden = torch.randn(10, 6)  # two texts of five tokens
+    call = Call(rows=torch.arange(10))
+    own, choice = router.own.plan(hidden, call), router.plan(hidden, call)
+    before = [0, 0, 1, 2, 3, 5, 5, 6, 7, 8]
+    for mine, theirs in ((choice.active, own.active), (choice.weights, own.weights)):
+        assert torch.equal(mine[:, ::2], theirs[:, ::2])
+        assert torch.equal(mine[:, 1], theirs[before, 1])
+    assert not torch.equal(choice.active, own.active)
 
 
 def test_rates_within_a_layer_are_compared_with_its_largest():
