@@ -104,9 +104,9 @@ TEXT_CHANGES: Changes = {
     "rates compared within a layer, share 0.2": ({"model": "gpt-within-layer", "share": 0.2}, {}),
     "gates for the last layer": ({"model": "gpt-last-layer-gates"}, {}),
     "sigmoid gates, moving thresholds": ({"model": "gpt-moving-thresholds"}, {}),
-    "every second block by the token before": ({"model": "gpt-token-before"}, {}),
+    "every second block by the token before": (DECODER | {"model": "gpt-mre-pair"}, {}),
     "random table": ({"model": "gpt-hash"}, {}),
-    "random table, every second block by the token before": ({"model": "gpt-table-before"}, {}),
+    "random table, every second block by the token before": ({"model": "gpt-hash-pair"}, {}),
     "`stop` 0.05": ({"stop": 0.05}, {}),
     "`stop` 1": ({"stop": 1.0}, {}),
 }

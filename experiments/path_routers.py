@@ -3,8 +3,8 @@
 - within-layer: a node is active if its rate is a share of the largest of its layer; the output node takes no part.
 - last-layer-gates: the last layer's nodes have gates too, to the inactive nodes beside them and to the output node.
 - moving-thresholds: sigmoid gates, each active above a threshold of its own that moves towards a mean load.
-- token-before: every second block takes its part of the path from the token before, so a path hangs on two tokens.
-- table-before: the same with a random table in place of the activation sequence.
+- mre-pair: every second block takes its part of the path from the token before, so a path hangs on two tokens.
+- hash-pair, planned-pair: the same with a random table, and with planned top-k.
 
 Axes: B batch, L layers, N experts per layer, O = N + 1 outlets, D width.
 """
@@ -14,16 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from experiments.reproduce.plan import WINDOWS
 from raytraced import plugins
 from raytraced.models.registry import GRID, ModelInfo
 from raytraced.router import Call, Choice, Router
 from raytraced.routers.choosing import global_load, top_mask
 from raytraced.routers.hash import HashRouting
-from raytraced.routers.raytraced import RaytracedRouter
+from raytraced.routers.planned import PlannedTopK
+from raytraced.routers.raytraced import RaytracedExperts, RaytracedRouter
 from raytraced.routers.raytraced_config import RaytracedConfig
 from raytraced.routing import Rates, RoutingNetwork
 from raytraced.sequence import expert_weights, unroll
 
+TEXT_LENGTH = int(WINDOWS["context"])
 # The start of our decoder; its `stop` and weights are options of the routers below.
 START: dict[str, Any] = {
     "entry_scale": 16.0,
@@ -196,62 +199,73 @@ class MovingThresholds(Router):
         self.thresholds += self.update_rate * (load_LN - aim).sign()
 
 
-class TokenBefore(Router):
-    """Every second layer runs what the path of the token before has there; a text's first token has its own path alone.
+def pair(own: Choice, rows_n: Tensor) -> Choice:
+    """Paths of which every second layer is that of the token before; the first token of a text has its own path alone.
 
     Args:
-        dim: Width of the hidden vectors.
-        num_layers: Number of expert layers.
-        num_experts: Number of experts per layer.
-        context: The decoder's option, by which a token's position is known.
+        own: The paths of the tokens by themselves (n, L, N).
+        rows_n: Their row numbers, which count the positions of a text and then go on with the next text.
     """
+    num, num_layers = own.active.shape[:2]
+    before_n = torch.arange(num) - (rows_n % TEXT_LENGTH != 0).long()
+    from_before_L1 = (torch.arange(num_layers) % 2 == 1)[:, None]
+    active_nLN, weights_nLN = (
+        torch.where(from_before_L1, each_nLN[before_n], each_nLN) for each_nLN in (own.active, own.weights)
+    )
+    return Choice(active_nLN, weights_nLN, own.loss)
 
-    plans = True
 
-    def __init__(self, dim: int, num_layers: int, num_experts: int, *, context: int = 64) -> None:
-        super().__init__(dim, num_layers, num_experts, num_outlets=0)
-        self.context = context
-        self.own = self.make_own(dim)
+class PairRouter(RaytracedRouter):
+    """The activation sequence, of two tokens."""
 
-    def make_own(self, dim: int) -> Router:
-        """The router of one token's path."""
-        return RaytracedRouter(
-            dim, self.num_layers, self.num_experts, RaytracedConfig(**START, weight_scale=2.0, stop=0.2)
-        )
+    def alike(self, call: Call) -> bool:
+        return False
 
     def plan(self, hidden_BD: Tensor, call: Call) -> Choice:
-        super().plan(hidden_BD, call)
-        own, rows_B = self.own.plan(hidden_BD, call), call.rows
-        assert own is not None
-        assert own.weights is not None
-        assert rows_B is not None
-        before_B = torch.arange(len(rows_B)) - (rows_B % self.context != 0).long()
-        from_before_L1 = (torch.arange(self.num_layers) % 2 == 1)[:, None]
-        active_BLN, weights_BLN = (
-            torch.where(from_before_L1, each_BLN[before_B], each_BLN) for each_BLN in (own.active, own.weights)
-        )
-        return Choice(active_BLN, weights_BLN)
+        assert call.rows is not None
+        return pair(super().plan(hidden_BD, call), call.rows)
 
 
-class TableBefore(TokenBefore):
-    """The same with a random table: nothing of the routing learns."""
+class PairExperts(RaytracedExperts):
+    """MRE's grid with this router."""
 
-    learns = False
-
-    def make_own(self, dim: int) -> Router:
-        return HashRouting(dim, self.num_layers, self.num_experts)
+    router_type = PairRouter
 
 
-ROUTERS: dict[str, type[Router]] = {
-    "within-layer": WithinLayer,
-    "last-layer-gates": GatedLastLayer,
-    "moving-thresholds": MovingThresholds,
-    "token-before": TokenBefore,
-    "table-before": TableBefore,
+class PairTable(HashRouting):
+    """A random table, for two tokens."""
+
+    def alike(self, call: Call) -> bool:
+        return False
+
+    def plan(self, hidden_BD: Tensor, call: Call) -> Choice:
+        assert call.rows is not None
+        return pair(super().plan(hidden_BD, call), call.rows)
+
+
+class PairPlanned(PlannedTopK):
+    """Planned top-k, for two tokens."""
+
+    def alike(self, call: Call) -> bool:
+        return False
+
+    def plan(self, hidden_BD: Tensor, call: Call) -> Choice:
+        assert call.rows is not None
+        return pair(super().plan(hidden_BD, call), call.rows)
+
+
+# name → the router or the layer, and what a decoder has it read by default
+ROUTERS: dict[str, tuple[type, str]] = {
+    "within-layer": (WithinLayer, "token"),
+    "last-layer-gates": (GatedLastLayer, "token"),
+    "moving-thresholds": (MovingThresholds, "token"),
+    "mre-pair": (PairExperts, "token"),
+    "hash-pair": (PairTable, "token"),
+    "planned-pair": (PairPlanned, "embedding"),
 }
 
 
 def register() -> None:
     """Make the routers known by their names, in this process."""
-    for name, router in ROUTERS.items():
-        plugins.register("router", name, ModelInfo(router, GRID, "experiments/path_routers.py", routing_input="token"))
+    for name, (made, reads) in ROUTERS.items():
+        plugins.register("router", name, ModelInfo(made, GRID, "experiments/path_routers.py", routing_input=reads))
