@@ -244,13 +244,15 @@ PARTS = {
     "early-exit": "Early exit: accuracy against MACs",
     "wide": "Accuracy against MACs on the union, with experts of width 128",
     "text": "Bits per byte against MACs: language models",
+    "pairs": "The same on bytes for paths that hang on two tokens, into the folder of text",
     "words": "The same over words of several bytes, trained for longer",
     "main": "The same at the main size: words, trained for longest, a search for each model",
     "ship": "Trained models for the package",
 }
-TEXT_PARTS = {"text": TEXT, "words": TEXT_WORDS, "main": TEXT_MAIN}
+TEXT_PARTS = {"text": TEXT, "pairs": TEXT, "words": TEXT_WORDS, "main": TEXT_MAIN}
 OWN_FOLDERS = {
     "text": "text",
+    "pairs": "text",
     "words": "text-words",
     "main": "text-main",
     "wide": "wide",
@@ -317,6 +319,10 @@ def runs_of(part: str, planner: Planner, selected: Selection) -> list[Run]:
             ("main", models, texts, [seed])
             for models in (variants.text_variants(), variants.more_text_variants())
             for seed in some
+        ],
+        "pairs": [
+            ("main", variants.pair_text_variants(), [name for name in texts if name == "enwik8"], [seed])
+            for seed in many
         ],
         "words": [("main", variants.word_variants(), texts, [seed]) for seed in some],
         "main": [("main", variants.main_text_variants(), texts, [seed]) for seed in some],

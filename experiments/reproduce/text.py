@@ -1,6 +1,7 @@
 """The language models' tables and figure: bits per byte against MACs and seconds; all models share the decoder and the data."""
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from experiments.reproduce.text_aims import (
     NUM_BLOCKS,
     NUM_IN_BLOCK,
     TIMED,
+    TWO_TOKENS,
     Aims,
     Level,
     Seconds,
@@ -25,13 +27,14 @@ from experiments.reproduce.text_aims import (
     gap,
     model_level,
 )
-from experiments.reproduce.variants import DATA_NAMES, TEXT_ROWS
+from experiments.reproduce.variants import DATA_NAMES, TEXT_ROWS, pair_text_variants, text_variants
 from raytraced.colours import BLUE, GREY, INK, ORANGE
 from raytraced.files import write_file
 
 SECONDS = "seconds.json"  # written by `python -m experiments.text_seconds`
 # Models whose dial is turned after training → what its setting is.
 DIALS = {"mre-range": "`stop`", "mre": "`stop`", "matryoshka": "k", "threshold": "threshold"}
+PAIR_DIALS = {"mre-range-pair": "`stop`", "mre-pair": "`stop`"}
 # The lines of the figure: name → labels of the models and style.
 LINES = {
     "dense, 1 … 8 experts wide": (("dense-1", "dense-2", "dense-4", "dense-8"), Pen(GREY, "_", ":")),
@@ -48,9 +51,16 @@ LINES = {
     "seq-top-2": (("seq-top-2",), Pen(GREY, "*", "none", False)),
     "mixture of depths": (("depths-2",), Pen(GREY, "h", "none", False)),
     "relu-2": (("relu-2",), Pen(GREY, "X", "none", False)),
+    "hash-1, 2, two tokens": (("hash-1-pair", "hash-2-pair"), Pen(INK, "d", ":")),
+    "planned-2, two tokens": (("planned-2-pair",), Pen(GREY, "^", "none")),
     "MRE": (("mre", "mre-range"), Pen(BLUE, "o", "none", False)),
+    "MRE, two tokens": (("mre-pair", "mre-range-pair"), Pen(BLUE, "o", "none")),
 }
-TURNED = {"mre-range": ("MRE, one checkpoint", BLUE, "."), "matryoshka": ("matryoshka, one checkpoint", ORANGE, "x")}
+TURNED = {
+    "mre-range": ("MRE, one checkpoint", BLUE, "."),
+    "mre-range-pair": ("MRE, two tokens, one checkpoint", BLUE, "+"),
+    "matryoshka": ("matryoshka, one checkpoint", ORANGE, "x"),
+}
 NOTE = (
     f"Test bytes, mean ± standard error over {{seeds}}. Experts: the mean per token and block, of {NUM_IN_BLOCK}. MACs: "
     "thousand multiply-adds per token of the whole model. Dead: experts that run for fewer than one token in 1,000, of "
@@ -61,6 +71,7 @@ DIAL_NOTE = (
     "One checkpoint per seed, its dial turned after training; test bytes, mean ± standard error. Last column: bits above the "
     "line of the baselines at the same MACs, as benchmarks/aims-paths.md defines it, with those baselines that have records."
 )
+PAIR_NOTE = "Every second block of a path is that of the token before; the line is that of benchmarks/aims-pairs.md."
 SEARCHED = "Validation bits per byte after {steps:,} steps, with one seed that no other run uses. {shared}"
 SHARED = "Every model has the rate of its group: MRE, dense, planned by the token, chosen by their own input."
 OWN = "Every model has a search of its own."
@@ -125,10 +136,23 @@ def text_table(results: Results, data: str, seconds: Seconds) -> Table:
 def dial_table(results: Results, data: str, scale: Scale = TEXT) -> Table:
     """The models with a dial at all of its settings, and how far each row is above the baselines at the same MACs."""
     planned = [one.label for one in TEXT_ROWS[part_of(scale)]() if one.label in BASELINES]
-    known = {label: found for label in planned if (found := results.of(data, label))}
+    return turned_table(f"One checkpoint, any budget: {DATA_NAMES[data]}", results, data, planned, DIALS, DIAL_NOTE)
+
+
+def pair_dial_table(results: Results, data: str) -> Table:
+    """The same for the models whose paths hang on two tokens."""
+    title = f"Two tokens, one checkpoint, any budget: {DATA_NAMES[data]}"
+    return turned_table(title, results, data, TWO_TOKENS.baselines, PAIR_DIALS, PAIR_NOTE)
+
+
+def turned_table(
+    title: str, results: Results, data: str, baselines: Iterable[str], dials: Mapping[str, str], note: str
+) -> Table:
+    """Models at all settings of their dials, and how far each row is above the line of some baselines."""
+    known = {label: found for label in baselines if (found := results.of(data, label))}
     line = frontier(model_level(label, records) for label, records in known.items())
     rows = []
-    for label, setting in DIALS.items():
+    for label, setting in dials.items():
         records = results.of(data, label)
         for level in dial_levels(records) if records and line else ():
             above = gap(level, line)
@@ -136,7 +160,7 @@ def dial_table(results: Results, data: str, scale: Scale = TEXT) -> Table:
             costs = [f"{level.experts:.2f}", f"{level.macs / 1000:.0f}"]
             rows.append([f"`{label}`", name, *costs, format_level(level, len(records)), above.figure])
     header = ["model", "dial", "experts", "MACs", "bits per byte", "above the baselines"]
-    return Table(f"One checkpoint, any budget: {DATA_NAMES[data]}", header, rows, DIAL_NOTE)
+    return Table(title, header, rows, note)
 
 
 def aims_table(results: Results, data: str, seconds: Seconds, scale: Scale = TEXT) -> Table:
@@ -147,6 +171,16 @@ def aims_table(results: Results, data: str, seconds: Seconds, scale: Scale = TEX
         "Bits above a line at equal MACs, ± standard error; figures of aims that are not decided yet are those so far."
     )
     return Table(f"Aims: {DATA_NAMES[data]}", ["aim", "verdict", "found"], rows, note)
+
+
+def pair_aims_table(results: Results, data: str) -> Table:
+    """The aims of benchmarks/aims-pairs.md, and what the runs say."""
+    rows: list[list[str]] = []
+    if any(results.of(data, label) for label in TWO_TOKENS.ours):
+        labels = [one.label for variants in (text_variants(), pair_text_variants()) for one in variants]
+        aims = Aims(results, data, {}, TEXT.num_seeds, labels, TWO_TOKENS)
+        rows = [[one.aim, one.words, one.found] for one in aims.of_pairs()]
+    return Table(f"Aims for two tokens: {DATA_NAMES[data]}", ["aim", "verdict", "found"], rows)
 
 
 def seconds_table(seconds: Seconds) -> Table:
@@ -214,6 +248,8 @@ def text_tables(results: Results, seconds: Seconds, scale: Scale = TEXT) -> list
             text_table(results, data, seconds),
             dial_table(results, data, scale),
             aims_table(results, data, seconds, scale),
+            pair_dial_table(results, data),
+            pair_aims_table(results, data),
         ]
     tables.append(seconds_table(seconds))
     (steps,) = {one.search_epochs * WINDOWS["steps"] for one in scale.data.values()}

@@ -1,4 +1,4 @@
-"""The aims of benchmarks/aims-paths.md: lines of baselines in bits against MACs, and the verdict on each aim."""
+"""The aims of aims-paths.md and aims-pairs.md in benchmarks/: lines of baselines in bits against MACs, and the verdicts."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +19,13 @@ HASH = ("hash-1", "hash-2")
 BASELINES = ("dense-2", *OWN_INPUT, *HASH, "planned-2")
 OURS = ("mre", "mre-range")
 ELASTIC = "mre-range"  # its dial is turned after training
+PAIRS = {
+    "mre": "mre-pair",
+    ELASTIC: "mre-range-pair",
+    "hash-1": "hash-1-pair",
+    "hash-2": "hash-2-pair",
+    "planned-2": "planned-2-pair",
+}
 FEWEST, MOST = 1.0, 4.5  # experts per block between which rows of the dial are compared with the aims
 REACHED = (1.25, 3.5)  # and which they must reach
 
@@ -116,6 +123,22 @@ def dead_experts(record: Record) -> int:
     return int(num_dead(torch.tensor(record.test["expert_load"])))
 
 
+class Compared(NamedTuple):
+    """Which rows a comparison is about."""
+
+    ours: tuple[str, ...]
+    elastic: str
+    hash: tuple[str, ...]
+    baselines: tuple[str, ...]
+
+
+ONE_TOKEN = Compared(OURS, ELASTIC, HASH, BASELINES)
+HASH_PAIRS = tuple(PAIRS[label] for label in HASH)
+TWO_TOKENS = Compared(
+    tuple(PAIRS[label] for label in OURS), PAIRS[ELASTIC], HASH_PAIRS, (*BASELINES, *HASH_PAIRS, PAIRS["planned-2"])
+)
+
+
 class Aims:
     """Compares the records of one text with the aims.
 
@@ -125,6 +148,7 @@ class Aims:
         seconds: Measured times; empty where there are none yet.
         num_seeds: Number of seeds that are planned.
         rows: The labels that are planned; baselines are those among them.
+        compared: Which rows are ours and which are baselines.
     """
 
     def __init__(
@@ -134,15 +158,16 @@ class Aims:
         seconds: Seconds,
         num_seeds: int = TEXT.num_seeds,
         rows: Sequence[str] = (*OURS, *BASELINES),
+        compared: Compared = ONE_TOKEN,
     ) -> None:
-        self.seconds, self.num_seeds, self.rows = seconds, num_seeds, rows
-        self.ours = "mre" if "mre" in rows else ELASTIC
-        self.own_input, self.baselines = self.among(OWN_INPUT), self.among(BASELINES)
+        self.seconds, self.num_seeds, self.rows, self.compared = seconds, num_seeds, rows, compared
+        self.ours, self.elastic = self.among(compared.ours)[0], compared.elastic
+        self.own_input, self.baselines = self.among(OWN_INPUT), self.among(compared.baselines)
         self.top_k = self.among(TOP_K) or self.among(BALANCED)
-        labels = self.among((*OURS, *BASELINES))
+        labels = self.among((*OURS, *compared.ours, *compared.baselines))
         self.records = {label: found for label in labels if (found := results.of(data, label))}
         self.levels = {label: model_level(label, records) for label, records in self.records.items()}
-        turned = dial_levels(self.records[ELASTIC]) if ELASTIC in self.records else []
+        turned = dial_levels(self.records[self.elastic]) if self.elastic in self.records else []
         self.dial = [one._replace(name=f"stop {one.name}") for one in turned if FEWEST <= one.experts <= MOST]
 
     def among(self, labels: Iterable[str]) -> tuple[str, ...]:
@@ -156,6 +181,17 @@ class Aims:
     def all(self) -> list[Verdict]:
         """The verdicts on all aims."""
         return [self.planned(), self.one_checkpoint(), self.ahead(), self.learned(), self.alive(), self.time()]
+
+    def of_pairs(self) -> list[Verdict]:
+        """The verdicts on the aims of benchmarks/aims-pairs.md."""
+        return [self.below_one_token(), self.one_checkpoint(), self.ahead(), self.learned(), self.alive()]
+
+    def below_one_token(self) -> Verdict:
+        def check() -> tuple[bool, str]:
+            one = gap(self.levels[self.ours], [self.levels["mre"]])
+            return one.bits <= -2 * one.error, str(one)
+
+        return self.verdict("1. two tokens below one by two standard errors", (self.ours, "mre"), check)
 
     def verdict(self, aim: str, labels: Iterable[str], check: Callable[[], tuple[bool, str]]) -> Verdict:
         """The verdict on an aim that names some models; figures are shown as soon as each of them has a record."""
@@ -184,7 +220,7 @@ class Aims:
             span = f"{min(experts):.2f} to {max(experts):.2f} experts per block: " if experts else "no row"
             return reached and all(one.bits <= 0.02 for one in gaps), span + say(gaps)
 
-        return self.verdict("2. one checkpoint, at most +0.02", (ELASTIC, *self.baselines), check)
+        return self.verdict("2. one checkpoint, at most +0.02", (self.elastic, *self.baselines), check)
 
     def ahead(self) -> Verdict:
         def check() -> tuple[bool, str]:
@@ -192,23 +228,25 @@ class Aims:
             level = all(one.bits <= 0.01 for one in gaps)
             return level and any(one.bits <= -max(0.02, 2 * one.error) for one in gaps), say(gaps)
 
-        named = (self.ours, ELASTIC, *self.baselines)
+        named = (self.ours, self.elastic, *self.baselines)
         return self.verdict("3. nowhere above +0.01, somewhere at most −0.02", named, check)
 
     def learned(self) -> Verdict:
         def check() -> tuple[bool, str]:
-            one = gap(self.levels[self.ours], self.line(HASH))
+            one = gap(self.levels[self.ours], self.line(self.compared.hash))
             return one.bits <= -2 * one.error, str(one)
 
-        return self.verdict("4. learned paths below hash by two standard errors", (self.ours, *HASH), check)
+        named = (self.ours, *self.compared.hash)
+        return self.verdict("4. learned paths below hash by two standard errors", named, check)
 
     def alive(self) -> Verdict:
         def check() -> tuple[bool, str]:
-            dead = {label: [dead_experts(one) for one in self.records[label]] for label in self.among(OURS)}
+            ours = self.among(self.compared.ours)
+            dead = {label: [dead_experts(one) for one in self.records[label]] for label in ours}
             found = "; ".join(f"{label} {', '.join(map(str, counts))}" for label, counts in dead.items())
             return not any(map(sum, dead.values())), f"dead per seed: {found}"
 
-        return self.verdict("5. no dead expert", self.among(OURS), check)
+        return self.verdict("5. no dead expert", self.among(self.compared.ours), check)
 
     def time(self) -> Verdict:
         def check() -> tuple[bool, str]:

@@ -216,6 +216,18 @@ def main_text_variants() -> tuple[Variant, ...]:
 TEXT_ROWS = {"text": text_variants, "words": word_variants, "main": main_text_variants}
 
 
+def pair_text_variants() -> tuple[Variant, ...]:
+    """Models whose paths hang on two tokens: every second block has that of the token before. Each has its own search."""
+    main = {one.label: one for one in text_variants()}
+    models = {
+        "mre": "gpt-mre-pair", "mre-range": "gpt-mre-pair", "hash-1": "gpt-hash-pair", "hash-2": "gpt-hash-pair",
+        "planned-2": "gpt-planned-pair",
+    }  # fmt: skip
+    return tuple(
+        replace(main[label], label=f"{label}-pair", model=model, tuned_as=None) for label, model in models.items()
+    )
+
+
 def more_text_variants() -> tuple[Variant, ...]:
     """Further rows on text, which are trained after all seeds of the main ones."""
     main = {one.label: one for one in text_variants()}

@@ -10,7 +10,13 @@ import pytest
 from experiments.reproduce import command, plan
 from experiments.reproduce.plan import BYTES, FULL, TEXT, TEXT_MAIN, TEXT_WORDS, TOKENIZER, Planner, collect_runs
 from experiments.reproduce.records import Record, Results, Store, read_searches
-from experiments.reproduce.variants import main_text_variants, more_text_variants, text_variants, word_variants
+from experiments.reproduce.variants import (
+    main_text_variants,
+    more_text_variants,
+    pair_text_variants,
+    text_variants,
+    word_variants,
+)
 from raytraced.models.registry import build
 
 RATES = {"enwik8": {"mre": 4e-3, "planned-2": 2e-3, "dense-2": 8e-3, "top-2": 1e-3}}
@@ -80,6 +86,18 @@ def test_all_routed_models_have_the_same_experts():
     assert sizes == {4 * 16 * (64 * 128 + 128 + 128 * 64 + 64)}
 
 
+def test_every_model_of_pairs_has_a_search_of_its_own_on_bytes_alone():
+    labels = [one.label for one in pair_text_variants()]
+    searches = collect_runs(["pairs"], Planner(TEXT, {}), None)
+    assert Counter((run.data, run.family) for run in searches) == {("enwik8", label): 3 for label in labels}
+    runs = collect_runs(["pairs"], Planner(TEXT, {"enwik8": dict.fromkeys(labels, 6e-3)}), None)
+    assert [(run.seed, run.label) for run in runs] == [(seed, label) for seed in range(5) for label in labels]
+    first = {one.label: one for one in text_variants()}
+    for variant in pair_text_variants():
+        one = first[variant.label.removesuffix("-pair")]
+        assert (variant.options, variant.training) == (one.options, one.training)
+
+
 def test_texts_are_no_part_of_the_images_evidence():
     assert not any(run.config.model.startswith("gpt") for run in plan.every_run(Planner(FULL, {})))
 
@@ -128,6 +146,7 @@ def test_each_comparison_has_a_folder_of_its_own(part):
 def test_a_quick_run_trains_evaluates_bits_and_writes_the_page(tmp_path, monkeypatch, capsys):
     kept = [one for one in text_variants() if one.label in ("mre", "mre-range", "dense-2", "top-2", "matryoshka")]
     monkeypatch.setattr(plan.variants, "text_variants", lambda: tuple(kept))
+    monkeypatch.setattr(plan.variants, "pair_text_variants", lambda: ())
     monkeypatch.setattr(plan.variants, "more_text_variants", lambda: ())
     monkeypatch.setattr(plan.variants, "word_variants", lambda: ())
     monkeypatch.setattr(plan.variants, "main_text_variants", lambda: ())

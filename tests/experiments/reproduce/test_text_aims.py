@@ -12,14 +12,15 @@ from experiments.reproduce.records import Results, Store
 from experiments.reproduce.text import (
     aims_table,
     dial_table,
+    pair_aims_table,
     read_seconds,
     seconds_table,
     text_table,
     text_tables,
     write_text,
 )
-from experiments.reproduce.text_aims import BASELINES, HASH, TOP_K, Aims, Level, frontier, gap
-from experiments.reproduce.variants import text_variants
+from experiments.reproduce.text_aims import BASELINES, HASH, TOP_K, TWO_TOKENS, Aims, Level, frontier, gap
+from experiments.reproduce.variants import pair_text_variants, text_variants
 from experiments.text_seconds import measure
 
 STOPS = (4.0, 1.0, 0.5, 0.2, 0.1, 0.05, 0.02)
@@ -150,3 +151,26 @@ def test_the_committed_tables_are_those_of_the_records(name, scale):
     page = (folder / "tables.md").read_text(encoding="utf-8")
     for table in text_tables(results, read_seconds(folder), scale):
         assert table.markdown() in page, table.title
+
+
+@pytest.mark.parametrize(
+    ("ours", "table", "expected"),
+    [(2.30, 2.40, [True, True]), (2.40, 2.30, [True, False]), (2.60, 2.70, [False, True])],
+)
+def test_pairs_are_compared_with_one_token_and_with_pairs_of_tables(make, record, ours, table, expected):
+    """All cost as much, so that a line is level; `mre` has 2.5 bits."""
+    bits = {"mre-pair": ours, "mre-range-pair": ours, "hash-1-pair": table, "hash-2-pair": table, "planned-2-pair": 2.5}
+    pairs = [
+        record("enwik8", label, seed, budgets=[], test={
+            "bits_per_byte": value + 0.001 * (seed % 2), "mean_experts": 8.0, "expert_load": [[0.1] * 16] * 4,
+            "macs": {"total": 150.0, "routing": 0.0},
+        })
+        for label, value in bits.items() for seed in range(5)
+    ]  # fmt: skip
+    results = Results([*make().whole, *pairs])
+    rows = [one.label for variants in (text_variants(), pair_text_variants()) for one in variants]
+    first, _, _, learned, alive = Aims(results, "enwik8", {}, rows=rows, compared=TWO_TOKENS).of_pairs()
+    assert [first.holds, learned.holds] == expected
+    assert alive.holds
+    assert pair_aims_table(results, "enwik8").rows[0][1] == first.words
+    assert not pair_aims_table(make(), "enwik8").rows
