@@ -33,15 +33,25 @@ from PIL import Image
 
 import raytraced as rt
 from experiments.reproduce.command import find_plan
-from experiments.reproduce.plan import OWN_FOLDERS, TEXT_PARTS, every_run
+from experiments.reproduce.plan import FULL, OWN_FOLDERS, TEXT_PARTS, every_run
 from experiments.reproduce.reading_aims import agrees, compare_final_loss, compare_longer
 from experiments.reproduce.records import Record, Results, Store, spread
-from experiments.reproduce.tables import ACCURACY, USE, final_loss_table, gain_over_fixed, search_table
+from experiments.reproduce.report import wide_results
+from experiments.reproduce.tables import (
+    ACCURACY,
+    USE,
+    final_loss_table,
+    frontier_table,
+    gain_over_fixed,
+    search_table,
+    second_recipe_table,
+)
 from experiments.reproduce.text import aims_table as path_aims
-from experiments.reproduce.text import dial_table, read_seconds, seconds_table
+from experiments.reproduce.text import dial_table, pair_aims_table, pair_dial_table, read_seconds, seconds_table
 from experiments.reproduce.text import text_table as models_on_text
 from experiments.reproduce.text_aims import model_level
 from experiments.reproduce.variants import DATA_NAMES, MRE_PAPER, MRE_PAPER_LONG, READING_VARIANTS
+from experiments.reproduce.wide import against_table
 from raytraced import plugins
 from raytraced.cli.main import COMMANDS, find_command, main, read_command
 from raytraced.cli.parsing import make_parser, read_arguments
@@ -446,6 +456,17 @@ def final_loss_rows() -> list[str]:
     return final_loss_table(Results(Store(ROOT / "results/records").records.values())).lines()
 
 
+def second_recipe_rows() -> list[str]:
+    """The rules of benchmarks/aims-images.md and what the runs say."""
+    folder = ROOT / "results"
+    return second_recipe_table(Store(folder / "records").results(every_run(find_plan(FULL, folder)))).lines()
+
+
+def wide_rows() -> list[str]:
+    """Every model on the union at width 128."""
+    return frontier_table(wide_results(ROOT / "results"), "union").lines()
+
+
 def machine_time() -> list[str]:
     """The seconds of all recorded runs, as hours on one core."""
     folders = {"images": "results", "images, wide": "results/wide", "text, bytes": "results/text"}
@@ -542,6 +563,8 @@ def path_tables(part: str) -> dict[str, list[str]]:
     folder, scale = ROOT / "results" / OWN_FOLDERS[part], TEXT_PARTS[part]
     results, seconds = Store(folder / "records").results(every_run(find_plan(scale, folder))), read_seconds(folder)
     tables = {
+        "pair dials": pair_dial_table(results, "enwik8"),
+        "pair aims": pair_aims_table(results, "enwik8"),
         "models": models_on_text(results, "enwik8", seconds),
         "dials": dial_table(results, "enwik8", scale),
         "aims": path_aims(results, "enwik8", seconds, scale),
@@ -583,6 +606,11 @@ WRITTEN = {
     "<!-- options: make tables writes this table -->\n": options_table,
     "<!-- reading: make tables writes this table -->\n": reading_table,
     "<!-- final loss: make tables writes this table -->\n": final_loss_rows,
+    "<!-- second recipe: make tables writes this table -->\n": second_recipe_rows,
+    "<!-- wide: make tables writes this table -->\n": wide_rows,
+    "<!-- wide, ours: make tables writes this table -->\n": lambda: against_table(
+        wide_results(ROOT / "results")
+    ).lines(),
     "<!-- machine time: make tables writes this table -->\n": machine_time,
     "<!-- aims: make tables writes this table -->\n": aims_table,
     "<!-- exits: make tables writes this table -->\n": exits_table,
@@ -592,7 +620,7 @@ WRITTEN = {
 }
 # part of the plan → the first word of its tables' names, and which of them are shown
 PATH_TABLES = {
-    "text": ("path", ("models", "dials", "aims", "seconds", "searches")),
+    "text": ("path", ("models", "dials", "aims", "pair dials", "pair aims", "seconds", "searches")),
     "words": ("word", ("models", "dials", "aims", "searches")),
     "main": ("main", ("models", "dials", "aims", "seconds", "searches")),
 }

@@ -11,8 +11,8 @@ import jinja2
 
 from experiments.reproduce.claims import evaluate_claims
 from experiments.reproduce.figures import CAPTIONS
-from experiments.reproduce.plan import Scale
-from experiments.reproduce.records import Record, Results, make_point, shorten, spread
+from experiments.reproduce.plan import OWN_FOLDERS, Scale
+from experiments.reproduce.records import Record, Results, Store, make_point, shorten, spread
 from experiments.reproduce.tables import all_tables, readme_table
 from raytraced.files import write_file
 from raytraced.tables import clock
@@ -33,7 +33,7 @@ def write_report(results: Results, scale: Scale, folder: Path) -> None:
     for data in results.data():
         summary[data] = {label: over_seeds(results.of(data, label)) for label in results.labels(data)}
     summary["claims"] = {name: asdict(claim) for name, claim in claims.items()}
-    readme = readme_table(results)
+    readme = readme_table(results, wide_results(folder))
     text = ["# Results", "", *([f"**{quick}**", ""] if quick else []), RULE, "", *(one.markdown() for one in tables)]
     figures = read_figures(folder / "figures")
     page = render("report.html", quick=quick, rule=RULE, about=about, tables=tables, claims=claims, figures=figures)
@@ -42,6 +42,12 @@ def write_report(results: Results, scale: Scale, folder: Path) -> None:
     write_file(folder / "tables.md", "\n".join(text))
     write_file(folder / "table.md", "\n".join([*readme.lines(), "", quick or readme.note, ""]))
     write_file(folder / "report.html", page)
+
+
+def wide_results(folder: Path) -> Results | None:
+    """The records of the union at width 128, which are in a folder of the results; None if it is not there."""
+    records = folder / OWN_FOLDERS["wide"] / "records"
+    return Results(Store(records).records.values()) if records.is_dir() else None
 
 
 def render(template: str, /, **values: Any) -> str:

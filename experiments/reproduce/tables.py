@@ -40,6 +40,7 @@ SEARCH_NOTE = (
 TERMS: dict[str, tuple[str, str]] = {
     "MRE, our recipe": ("mre-final-loss", "mre"),
     "{cheap}": ("", "mre-target-2"),
+    "MRE, all budgets": ("mre-budgets", "mre-budgets-exits"),
     "MRE, fitted to the paper": ("mre-paper", ""),
     "*as the paper reports it*": ("paper", ""),
     "top-1": ("top-1", "top-1-exits"),
@@ -151,11 +152,21 @@ def cheap_name(results: Results) -> str:
     return f"MRE, {min(means):.1f} to {max(means):.1f} experts" if means else "MRE, fewer experts"
 
 
-def readme_table(results: Results) -> Table:
-    """README's table: the models that it explains. Its note is short, as README's lines are."""
+def readme_table(results: Results, wide: Results | None = None) -> Table:
+    """README's table: the models that it explains. Its note is short, as README's lines are.
+
+    Args:
+        results: The records.
+        wide: Those of the union at width 128, where they are known: one more column.
+    """
     table = equal_terms_table(results, README_NAMES)
+    header, rows = table.header, table.rows
+    if wide is not None and wide.labels("union"):
+        header = [*header, "Union, 128 wide"]
+        cells = [term_cell(wide, "union", TERMS[name][0]) for name in README_NAMES]
+        rows = [[*row, cell] for row, cell in zip(rows, cells, strict=True)]
     note = "Test accuracy in percent ± standard error (the paper: deviation); in brackets experts per image."
-    return Table("", table.header, table.rows, note)
+    return Table("", header, rows, note)
 
 
 def final_loss_table(results: Results) -> Table:

@@ -85,6 +85,16 @@ def test_the_readmes_table_has_both_terms_for_a_model_and_says_what_is_missing(r
     assert "standard error over 2 seeds" in tables(results)["Equal terms: without and with a loss on exits"].note
 
 
+def test_the_readmes_table_has_a_column_for_wide_models_where_they_were_trained(results, record):
+    wide = Results([record("union", "threshold", seed, accuracy=0.75 + 0.01 * seed) for seed in range(2)])
+    table = readme_table(results, wide)
+    assert table.header[-1] == "Union, 128 wide"
+    column = dict(zip(README_NAMES, (row[-1] for row in table.rows), strict=True))
+    assert column.pop("threshold").startswith("75.50 ± 0.50")
+    assert set(column.values()) == {"–"}
+    assert readme_table(results, Results([])).header == readme_table(results).header
+
+
 def test_the_search_shows_every_rate_and_the_one_taken_in_bold(results):
     assert tables(results)["Learning-rate search"].rows == [["MNIST, top-k", "1.0", "**5.0**"]]
 
