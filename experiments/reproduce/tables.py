@@ -174,7 +174,7 @@ def final_loss_table(results: Results) -> Table:
     found = {data: one for data in results.data() if (one := compare_final_loss(results, data))}
     rows = [final_loss_row(DATA_NAMES[data], one) for data, one in found.items()]
     header = ["", "MRE %", "experts", "MACs", "best baseline of at most its MACs", "its %", "its MACs", "points above it",
-              "verdict", "points above threshold", "verdict"]  # fmt: skip
+              "verdict", "points above threshold", "its MACs", "verdict"]  # fmt: skip
     note = (
         "MRE here is `mre-final-loss`: our recipe without a loss on exits and without a target, as the baselines are trained; "
         "test images, mean ± standard error over 5 seeds, or as many as stand beside the baseline's name. *Level*: the "
@@ -200,7 +200,7 @@ def final_loss_row(name: str, one: FinalLoss) -> list[str]:
             one.against(best).verdict,
         ]
     above = one.against(one.threshold)
-    return [*row, str(above), above.verdict]
+    return [*row, str(above), f"{one.threshold.macs:,.0f}", above.verdict]
 
 
 def percent(point: Point) -> str:

@@ -220,7 +220,8 @@ class Aims:
             span = f"{min(experts):.2f} to {max(experts):.2f} experts per block: " if experts else "no row"
             return reached and all(one.bits <= 0.02 for one in gaps), span + say(gaps)
 
-        return self.verdict("2. one checkpoint, at most +0.02", (self.elastic, *self.baselines), check)
+        reach = f"from {REACHED[0]} or fewer to {REACHED[1]} or more experts"
+        return self.verdict(f"2. one checkpoint, at most +0.02, {reach}", (self.elastic, *self.baselines), check)
 
     def ahead(self) -> Verdict:
         def check() -> tuple[bool, str]:
