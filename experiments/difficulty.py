@@ -211,8 +211,8 @@ def spreads(arrays: Arrays, data: str, label: str) -> list[Spread]:
 
 def second_recipe(arrays: Arrays) -> str:
     """Rule 4 of benchmarks/aims-images.md: the correlations of the second recipe against those of ours, in a sentence."""
-    ours, known = MRE_BUDGETS_EXITS.label, [data for data in FULL.data if f"{data}/hard" in arrays]
-    if not known or any(ours not in runs_in(arrays, data) for data in known):
+    ours, known = MRE_BUDGETS_EXITS.label, [name for name, plan in FULL.data.items() if plan.compared]
+    if any(len(runs_in(arrays, data).get(label, ())) < MODELS[label] for data in known for label in (ours, MRE.label)):
         return f"Rule 4 of aims-images.md is not decided yet: `{ours}` was not measured."
     lower = []
     for data in known:
@@ -236,9 +236,9 @@ Rank correlation (Spearman) over test images between the experts that an image r
 mean ± standard error over the seeds. The other{doc}
 
 *Gain*: the same with the loss at the first exit less that at the end in place of the other model's loss, so whether images
-that gain more by experts run more of them. Rows without a name of a model are of MRE, the others of a baseline that varies
-its number of experts too, trained with the same loss on exits. On the union a model may tell the data sets apart; the rows
-*alone* are within one of them.
+that gain more by experts run more of them. Rows without a name of a model are of our recipe, those of `mre-budgets-exits` of
+the second recipe, the others of a baseline that varies its number of experts too; all have the same loss on exits. On the
+union a model may tell the data sets apart; the rows *alone* are within one of them.
 
 {table}
 

@@ -206,6 +206,10 @@ def pair(own: Choice, rows_n: Tensor) -> Choice:
         own: The paths of the tokens by themselves (n, L, N).
         rows_n: Their row numbers, which count the positions of a text and then go on with the next text.
     """
+    if int(rows_n[0]) % TEXT_LENGTH:
+        raise ValueError(
+            f"rows: {int(rows_n[0])} comes first; these models read texts of {TEXT_LENGTH} from their start"
+        )
     num, num_layers = own.active.shape[:2]
     before_n = torch.arange(num) - (rows_n % TEXT_LENGTH != 0).long()
     from_before_L1 = (torch.arange(num_layers) % 2 == 1)[:, None]

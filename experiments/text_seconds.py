@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from experiments import RESULTS
-from experiments.reproduce.plan import BYTES, OWN_FOLDERS, TEXT_PARTS, WINDOWS
+from experiments.reproduce.plan import BYTES, OWN_FOLDERS, WINDOWS
 from experiments.reproduce.text import SECONDS
 from experiments.reproduce.text_aims import TIMED
 from experiments.reproduce.variants import TEXT_ROWS, Variant, more_text_variants
@@ -29,7 +29,7 @@ from raytraced.io.saving import load
 from raytraced.models.registry import build
 
 NUM_ROUNDS, NUM_TOKENS = 7, 40
-VOCAB_SIZES = {"text": 256, "words": 2048, "main": 2048}
+VOCAB_SIZES = {"text": 256, "main": 2048}  # of the parts with times
 BATCH, CONTEXT = int(BYTES.training["batch_size"]), int(WINDOWS["context"])
 
 
@@ -85,7 +85,7 @@ def measure(
 def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("experiments.text_seconds", description=__doc__, formatter_class=form)
-    parser.add_argument("part", nargs="?", choices=tuple(TEXT_PARTS), default="text")
+    parser.add_argument("part", nargs="?", choices=tuple(VOCAB_SIZES), default="text")
     parser.add_argument("--runs", type=Path, help="folder of the trained runs (default: runs beside seconds.json)")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -33,6 +33,7 @@ from PIL import Image
 
 import raytraced as rt
 from experiments.reproduce.command import find_plan
+from experiments.reproduce.image_aims import points_ahead
 from experiments.reproduce.plan import FULL, OWN_FOLDERS, TEXT_PARTS, every_run
 from experiments.reproduce.reading_aims import agrees, compare_final_loss, compare_longer
 from experiments.reproduce.records import Record, Results, Store, spread
@@ -511,16 +512,6 @@ def in_points(values: list[float]) -> str:
     """The mean over seeds and its standard error."""
     one = spread(values)
     return f"{one.mean:+.2f} ± {one.error:.2f}"
-
-
-def points_ahead(ours: list[Record], baseline: list[Record]) -> list[float]:
-    """Seed by seed: accuracy of ours with early exit, less that on the line through the baseline's points at equal macs."""
-    ahead = []
-    for one, other in zip(ours, baseline, strict=False):
-        point = one.early_exit["points"][1]
-        line = sorted((row["macs"], row["accuracy"]) for row in other.early_exit["points"])
-        ahead.append(100 * (point["accuracy"] - np.interp(point["macs"], *zip(*line, strict=True))))
-    return ahead
 
 
 def exits_table() -> list[str]:

@@ -82,7 +82,7 @@ def draw_part(part: str, results: Results, names: list[str], data_root: str | No
     """The figures of a part by file name, where there are runs for them."""
     if part in TEXT_PARTS:
         if names:  # else there are records of searches alone
-            yield part, text_figure(results, names)
+            yield "text" if part == "pairs" else part, text_figure(results, names)  # both are in one figure
         return
     wide = part in ("union", "wide")
     known = {data: set(results.labels(data)) for data in (FULL.data if wide else names) if FULL.data[data].wide == wide}

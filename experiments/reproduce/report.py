@@ -10,8 +10,9 @@ from typing import Any
 import jinja2
 
 from experiments.reproduce.claims import evaluate_claims
+from experiments.reproduce.command import find_plan
 from experiments.reproduce.figures import CAPTIONS
-from experiments.reproduce.plan import OWN_FOLDERS, Scale
+from experiments.reproduce.plan import OWN_FOLDERS, WIDE, Scale, every_run
 from experiments.reproduce.records import Record, Results, Store, make_point, shorten, spread
 from experiments.reproduce.tables import all_tables, readme_table
 from raytraced.files import write_file
@@ -46,8 +47,8 @@ def write_report(results: Results, scale: Scale, folder: Path) -> None:
 
 def wide_results(folder: Path) -> Results | None:
     """The records of the union at width 128, which are in a folder of the results; None if it is not there."""
-    records = folder / OWN_FOLDERS["wide"] / "records"
-    return Results(Store(records).records.values()) if records.is_dir() else None
+    wide = folder / OWN_FOLDERS["wide"]
+    return Store(wide / "records").results(every_run(find_plan(WIDE, wide))) if (wide / "records").is_dir() else None
 
 
 def render(template: str, /, **values: Any) -> str:

@@ -128,7 +128,7 @@ def equal_terms_table(results: Results, names: Iterable[str] = TERMS) -> Table:
     note = (
         f"Test accuracy in percent, mean ± standard error over {seeds}, and in brackets the mean number of experts that an "
         "image runs; all models run to the end. *With exit loss*: half of the training loss is on the answers after each "
-        "layer or block, and for MRE there is a target for the number of experts. In the paper's own row ± is the standard "
+        "layer or block, and our recipe has a target for the number of experts. In the paper's own row ± is the standard "
         "deviation over three seeds that it reports."
     )
     return Table("Equal terms: without and with a loss on exits", header, rows if known else [], note)

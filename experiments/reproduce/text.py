@@ -73,7 +73,10 @@ DIAL_NOTE = (
 )
 PAIR_NOTE = "Every second block of a path is that of the token before; the line is that of benchmarks/aims-pairs.md."
 SEARCHED = "Validation bits per byte after {steps:,} steps, with one seed that no other run uses. {shared}"
-SHARED = "Every model has the rate of its group: MRE, dense, planned by the token, chosen by their own input."
+SHARED = (
+    "Every model has the rate of its group: MRE, dense, planned by the token, chosen by their own input; models of two tokens "
+    "have searches of their own."
+)
 OWN = "Every model has a search of its own."
 
 
@@ -142,7 +145,15 @@ def dial_table(results: Results, data: str, scale: Scale = TEXT) -> Table:
 def pair_dial_table(results: Results, data: str) -> Table:
     """The same for the models whose paths hang on two tokens."""
     title = f"Two tokens, one checkpoint, any budget: {DATA_NAMES[data]}"
-    return turned_table(title, results, data, TWO_TOKENS.baselines, PAIR_DIALS, PAIR_NOTE)
+    if not any(results.of(data, label) for label in TWO_TOKENS.ours):
+        return Table(title, [], [])
+    baselines = [label for label in pair_rows() if label in TWO_TOKENS.baselines]
+    return turned_table(title, results, data, baselines, PAIR_DIALS, PAIR_NOTE)
+
+
+def pair_rows() -> list[str]:
+    """The models that the aims for two tokens name."""
+    return [one.label for variants in (text_variants(), pair_text_variants()) for one in variants]
 
 
 def turned_table(
@@ -166,7 +177,8 @@ def turned_table(
 def aims_table(results: Results, data: str, seconds: Seconds, scale: Scale = TEXT) -> Table:
     """The aims of benchmarks/aims-paths.md, aims-words.md or aims-main.md, and what the runs say."""
     aims = Aims(results, data, seconds, scale.num_seeds, [one.label for one in TEXT_ROWS[part_of(scale)]()])
-    rows = [[one.aim, one.words, one.found] for one in aims.all()]
+    verdicts = [*aims.all(), *([aims.size()] if scale is TEXT_MAIN else [])]
+    rows = [[one.aim, one.words, one.found] for one in verdicts]
     note = (
         "Bits above a line at equal MACs, ± standard error; figures of aims that are not decided yet are those so far."
     )
@@ -177,8 +189,7 @@ def pair_aims_table(results: Results, data: str) -> Table:
     """The aims of benchmarks/aims-pairs.md, and what the runs say."""
     rows: list[list[str]] = []
     if any(results.of(data, label) for label in TWO_TOKENS.ours):
-        labels = [one.label for variants in (text_variants(), pair_text_variants()) for one in variants]
-        aims = Aims(results, data, {}, TEXT.num_seeds, labels, TWO_TOKENS)
+        aims = Aims(results, data, {}, TEXT.num_seeds, pair_rows(), TWO_TOKENS)
         rows = [[one.aim, one.words, one.found] for one in aims.of_pairs()]
     return Table(f"Aims for two tokens: {DATA_NAMES[data]}", ["aim", "verdict", "found"], rows)
 

@@ -10,6 +10,7 @@ import torch
 from experiments.reproduce.claims import num_dead
 from experiments.reproduce.plan import TEXT
 from experiments.reproduce.records import Record, Results, spread
+from experiments.reproduce.variants import text_variants
 
 NUM_BLOCKS, NUM_IN_BLOCK = 4, 16  # of every decoder here, and of each of its blocks
 TOP_K = ("top-1", "top-2", "top-4")
@@ -29,6 +30,7 @@ PAIRS = {
 FEWEST, MOST = 1.0, 4.5  # experts per block between which rows of the dial are compared with the aims
 REACHED = (1.25, 3.5)  # and which they must reach
 
+RIGHT_SIZE = 2.0  # bits that the best model at the main size is to be below
 TIMED = ("step", "token")
 Seconds = Mapping[
     str, Mapping[str, float]
@@ -147,7 +149,7 @@ class Aims:
         data: The text.
         seconds: Measured times; empty where there are none yet.
         num_seeds: Number of seeds that are planned.
-        rows: The labels that are planned; baselines are those among them.
+        rows: The labels that are planned; baselines are those among them. Default: those over bytes.
         compared: Which rows are ours and which are baselines.
     """
 
@@ -157,10 +159,11 @@ class Aims:
         data: str,
         seconds: Seconds,
         num_seeds: int = TEXT.num_seeds,
-        rows: Sequence[str] = (*OURS, *BASELINES),
+        rows: Sequence[str] | None = None,
         compared: Compared = ONE_TOKEN,
     ) -> None:
-        self.seconds, self.num_seeds, self.rows, self.compared = seconds, num_seeds, rows, compared
+        self.seconds, self.num_seeds, self.compared = seconds, num_seeds, compared
+        self.rows = [one.label for one in text_variants()] if rows is None else rows
         self.ours, self.elastic = self.among(compared.ours)[0], compared.elastic
         self.own_input, self.baselines = self.among(OWN_INPUT), self.among(compared.baselines)
         self.top_k = self.among(TOP_K) or self.among(BALANCED)
@@ -192,6 +195,15 @@ class Aims:
             return one.bits <= -2 * one.error, str(one)
 
         return self.verdict("1. two tokens below one by two standard errors", (self.ours, "mre"), check)
+
+    def size(self) -> Verdict:
+        """Whether the models are large enough, and trained for long enough, for the comparison at the main size."""
+
+        def check() -> tuple[bool, str]:
+            best = min((self.levels[label] for label in self.records), key=lambda level: level.bits)
+            return best.bits < RIGHT_SIZE, f"{best.name} {best.bits:.3f} ± {best.error:.3f}"
+
+        return self.verdict(f"the best model is below {RIGHT_SIZE:g} bits", self.rows, check)
 
     def verdict(self, aim: str, labels: Iterable[str], check: Callable[[], tuple[bool, str]]) -> Verdict:
         """The verdict on an aim that names some models; figures are shown as soon as each of them has a record."""

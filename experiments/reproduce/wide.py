@@ -8,7 +8,7 @@ from experiments.reproduce.tables import SEARCH_NOTE, Table, count_seeds, fronti
 from raytraced.files import write_file
 
 DATA = "union"
-OURS = ("mre",)  # families
+OURS = ("mre",)  # names in the registry
 
 
 def ours_and_baselines(results: Results) -> tuple[list[Point], list[Point]]:

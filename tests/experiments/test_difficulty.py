@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments import BENCHMARKS
-from experiments.difficulty import FILE, UNION_PARTS, correlations, make_rows, page
+from experiments.difficulty import FILE, UNION_PARTS, correlations, make_rows, page, second_recipe
 from raytraced.tasks.images.catalog import CATALOG
 
 
@@ -37,6 +37,23 @@ def test_a_single_seed_has_no_error():
     run = run_of([1, 2, 3], [1, 2, 3], first=[1, 2, 3], last=[0, 0, 0])
     arrays = {"mnist/hard": np.array([1, 2, 3], np.float16)} | {f"mnist/mre/0/{name}": one for name, one in run.items()}
     assert list(make_rows(arrays, "mnist")) == [["MNIST", "1.00", "1.00", "1.00", "1.00", "1 seed"]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"), [(([0, 1, 3, 2], [0, 1, 2, 3]), "holds"), (([0, 1, 2, 3], [3, 1, 2, 0]), "fails")]
+)
+def test_the_fourth_rule_compares_the_second_recipe_with_the_first(ranks, words):
+    arrays = {}
+    for data in ("mnist", "fashion-mnist", "cifar10", "union"):
+        arrays[f"{data}/hard"] = np.array([1, 2, 3, 4], np.float16)
+        for label, counts in zip(("mre", "mre-budgets-exits"), ranks, strict=True):
+            for seed in range(5):
+                run = run_of(counts, counts, first=[1, 2, 3, 4], last=[0, 0, 0, 0])
+                arrays |= {f"{data}/{label}/{seed}/{name}": values for name, values in run.items()}
+    assert words in second_recipe(arrays)
+    arrays.pop("union/mre-budgets-exits/4/early")
+    arrays = {key: values for key, values in arrays.items() if not key.startswith("union/mre-budgets-exits/4")}
+    assert "not decided yet" in second_recipe(arrays)
 
 
 def test_the_parts_of_the_union_are_in_the_order_of_its_classes():

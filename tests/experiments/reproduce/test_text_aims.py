@@ -7,12 +7,13 @@ import pytest
 
 from experiments.reproduce.command import find_plan
 from experiments.reproduce.figures import save_figures
-from experiments.reproduce.plan import TEXT, TEXT_WORDS, every_run
+from experiments.reproduce.plan import TEXT, TEXT_MAIN, TEXT_WORDS, every_run
 from experiments.reproduce.records import Results, Store
 from experiments.reproduce.text import (
     aims_table,
     dial_table,
     pair_aims_table,
+    pair_dial_table,
     read_seconds,
     seconds_table,
     text_table,
@@ -20,7 +21,7 @@ from experiments.reproduce.text import (
     write_text,
 )
 from experiments.reproduce.text_aims import BASELINES, HASH, TOP_K, TWO_TOKENS, Aims, Level, frontier, gap
-from experiments.reproduce.variants import pair_text_variants, text_variants
+from experiments.reproduce.variants import MAIN_ROWS, pair_text_variants, text_variants
 from experiments.text_seconds import measure
 
 STOPS = (4.0, 1.0, 0.5, 0.2, 0.1, 0.05, 0.02)
@@ -112,7 +113,7 @@ def test_an_aim_with_missing_runs_is_not_judged(make):
     without = verdicts(make(skipped=("hash-2",)))
     assert (without["4"].words, without["4"].found) == ("not decided yet, 10 of 15 runs", "–")
     assert without["5"].words == "holds"
-    assert verdicts(Results([]))["1"].words == "not decided yet, 0 of 60 runs"
+    assert verdicts(Results([]))["1"].words == "not decided yet, 0 of 55 runs"
 
 
 def test_the_tables_show_means_errors_and_what_was_not_measured(make):
@@ -144,13 +145,40 @@ def test_a_step_and_a_token_are_timed_for_every_model(tmp_path):
     assert all(one.keys() == {"step", "token"} and min(one.values()) > 0 for one in found.values())
 
 
-@pytest.mark.parametrize(("name", "scale"), [("text", TEXT), ("text-words", TEXT_WORDS)])
+@pytest.mark.parametrize(("name", "scale"), [("text", TEXT), ("text-words", TEXT_WORDS), ("text-main", TEXT_MAIN)])
 def test_the_committed_tables_are_those_of_the_records(name, scale):
     folder = Path(__file__).parents[3] / "results" / name
     results = Store(folder / "records").results(every_run(find_plan(scale, folder)))
     page = (folder / "tables.md").read_text(encoding="utf-8")
     for table in text_tables(results, read_seconds(folder), scale):
         assert table.markdown() in page, table.title
+
+
+def main_record(record, label, seed, bits, experts, **own):
+    test = {"bits_per_byte": bits + 0.001 * (seed % 2), "mean_experts": 4 * experts, "expert_load": [[0.1] * 16] * 4}
+    return record(
+        "enwik8", label, seed, budgets=[], test=test | {"macs": {"total": 100 + 25 * experts, "routing": 0.0}}, **own
+    )
+
+
+@pytest.mark.parametrize(("ours", "holds"), [(1.95, True), (2.05, False)])
+def test_at_the_main_size_one_model_of_ours_stands_for_all_and_balanced_models_for_top_k(record, ours, holds):
+    experts = {"top-4-balance": 4.0, "hash-1": 1.0, "dense-2": 1.0}
+    dial = [{"setting": stop, "experts": 4 * num, "macs": 100 + 25 * num, "bits_per_byte": ours}
+            for stop, num in ((1.0, 1.1), (0.2, 2.0), (0.02, 4.0))]  # fmt: skip
+    records = [
+        main_record(record, label, seed, ours if label == "mre-range" else 2.01, experts.get(label, 2.0),
+                    **({"dial": dial} if label == "mre-range" else {}))
+        for label in MAIN_ROWS for seed in range(3)
+    ]  # fmt: skip
+    times = {label: {"step": 0.1, "token": 0.01} for label in ("top-2-balance", "top-4-balance")}
+    times["mre-range"] = {"step": 0.09, "token": 0.009}
+    aims = Aims(Results(records), "enwik8", times, 3, MAIN_ROWS)
+    assert [one.holds for one in aims.all()] == [holds, holds, holds, holds, True, True]
+    assert aims.size().holds == holds
+    assert "mre-range" in aims.planned().found
+    fewer = Aims(Results(records[1:]), "enwik8", times, 3, MAIN_ROWS)
+    assert fewer.size().holds is None
 
 
 @pytest.mark.parametrize(
@@ -160,17 +188,22 @@ def test_the_committed_tables_are_those_of_the_records(name, scale):
 def test_pairs_are_compared_with_one_token_and_with_pairs_of_tables(make, record, ours, table, expected):
     """All cost as much, so that a line is level; `mre` has 2.5 bits."""
     bits = {"mre-pair": ours, "mre-range-pair": ours, "hash-1-pair": table, "hash-2-pair": table, "planned-2-pair": 2.5}
+    dial = [{"setting": stop, "experts": 4 * num, "macs": 100 + 25 * num, "bits_per_byte": ours}
+            for stop, num in ((1.0, 1.1), (0.2, 2.0), (0.02, 4.0))]  # fmt: skip
     pairs = [
-        record("enwik8", label, seed, budgets=[], test={
-            "bits_per_byte": value + 0.001 * (seed % 2), "mean_experts": 8.0, "expert_load": [[0.1] * 16] * 4,
-            "macs": {"total": 150.0, "routing": 0.0},
-        })
+        main_record(record, label, seed, value, 2.0, **({"dial": dial} if label == "mre-range-pair" else {}))
         for label, value in bits.items() for seed in range(5)
     ]  # fmt: skip
     results = Results([*make().whole, *pairs])
     rows = [one.label for variants in (text_variants(), pair_text_variants()) for one in variants]
-    first, _, _, learned, alive = Aims(results, "enwik8", {}, rows=rows, compared=TWO_TOKENS).of_pairs()
+    first, one_checkpoint, ahead, learned, alive = Aims(
+        results, "enwik8", {}, rows=rows, compared=TWO_TOKENS
+    ).of_pairs()
     assert [first.holds, learned.holds] == expected
+    assert (
+        one_checkpoint.holds == ahead.holds == (ours < min(table, 2.45))
+    )  # the line of all baselines, pairs among them
+    assert len(pair_dial_table(results, "enwik8").rows) == 3
     assert alive.holds
     assert pair_aims_table(results, "enwik8").rows[0][1] == first.words
     assert not pair_aims_table(make(), "enwik8").rows
