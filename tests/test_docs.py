@@ -35,7 +35,7 @@ import raytraced as rt
 from experiments.reproduce.command import find_plan
 from experiments.reproduce.image_aims import points_ahead
 from experiments.reproduce.plan import FULL, OWN_FOLDERS, TEXT_PARTS, every_run
-from experiments.reproduce.reading_aims import agrees, compare_final_loss, compare_longer
+from experiments.reproduce.reading_aims import agrees, compare_final_loss, compare_longer, difference, in_percent
 from experiments.reproduce.records import Record, Results, Store, spread
 from experiments.reproduce.report import wide_results
 from experiments.reproduce.tables import (
@@ -50,7 +50,7 @@ from experiments.reproduce.tables import (
 from experiments.reproduce.text import aims_table as path_aims
 from experiments.reproduce.text import dial_table, pair_aims_table, pair_dial_table, read_seconds, seconds_table
 from experiments.reproduce.text import text_table as models_on_text
-from experiments.reproduce.text_aims import model_level
+from experiments.reproduce.text_aims import dial_levels, model_level
 from experiments.reproduce.variants import DATA_NAMES, MRE_PAPER, MRE_PAPER_LONG, READING_VARIANTS
 from experiments.reproduce.wide import against_table
 from raytraced import plugins
@@ -701,19 +701,32 @@ def test_the_figures_of_the_readme_are_those_of_the_records():
     halves = json.loads((ROOT / "results/summary.json").read_text())["claims"]["easy images"]["evidence"]
     found = re.search(r"mre, Fashion-MNIST \+([\d.]+ ± [\d.]+) points", halves)[1]
     assert found in text
-    texts = Results(Store(ROOT / "results/text/records").records.values())
-    levels = {label: model_level(label, texts.of("enwik8", label)) for label in ("mre", "top-4", "hash-2")}
-    for label, level in levels.items():
-        shown = f"with {level.experts:.2g}{' experts per block' if label == 'mre' else ''}"
-        macs = f"({round(level.macs, -3):,.0f}{' multiply-adds per byte' if label == 'mre' else ''})"
-        assert f"{level.bits:.3f} ± {level.error:.3f} {shown} {macs}" in " ".join(text.split())
-    words = Results(Store(ROOT / "results/text-words/records").records.values())
-    in_words = [model_level(label, words.of("enwik8", label)) for label in ("mre", "hash-2", "top-4")]
-    shown = ", ".join(f"{level.bits:.3f} ± {level.error:.3f}" for level in in_words)
-    assert f"{shown} (3 seeds)" in " ".join(text.split())
-    assert in_words[0].bits - in_words[1].bits > 2 * math.hypot(in_words[0].error, in_words[1].error)  # "or better"
-    learned, table = levels["mre"], levels["hash-2"]
-    assert abs(learned.bits - table.bits) < 2 * math.hypot(learned.error, table.error)  # "as good as"
+    plain = " ".join(text.split())
+    results = Results(store.records.values())
+    leads = [
+        difference(
+            in_percent(results.point(data, label).accuracy), in_percent(results.point(data, "mre-final-loss").accuracy)
+        )
+        for data in ("mnist", "fashion-mnist", "union")
+        for label in ("top-k", "dense-8")
+    ]
+    assert {one.verdict for one in leads} == {"ahead"}
+    lowest, highest = (f"{choose(one.mean for one in leads):.1f}" for choose in (min, max))
+    assert f"lead by {lowest} to {highest} points on three of four sets" in plain
+    texts = Results(Store(ROOT / "results/text-main/records").records.values())
+    labels = ("mre-range", "hash-1", "top-2-balance", "top-4-balance")
+    levels = {label: model_level(label, texts.of("enwik8", label)) for label in labels}
+    shown = {label: f"{level.bits:.3f} ± {level.error:.3f}" for label, level in levels.items()}
+    mre = levels["mre-range"]
+    assert f"MRE takes {shown['mre-range']} bits per byte with {mre.experts:.1f} experts per block" in plain
+    assert f"top-2 {shown['top-2-balance']}, top-4 {shown['top-4-balance']}" in plain
+    assert f"a random table with one expert {shown['hash-1']}" in plain
+    for label in ("top-2-balance", "top-4-balance"):  # "beats"
+        assert levels[label].bits - mre.bits > 2 * math.hypot(levels[label].error, mre.error)
+    assert abs(levels["hash-1"].bits - mre.bits) < 2 * math.hypot(levels["hash-1"].error, mre.error)  # "as good"
+    dial = dial_levels(texts.of("enwik8", "mre-range"))
+    bits, experts = ([getattr(one, name) for one in dial] for name in ("bits", "experts"))
+    assert f"{min(bits):.2f} to {max(bits):.2f} bits from {min(experts):.1f} to {max(experts):.1f} experts" in plain
 
 
 def test_what_the_pages_say_of_the_final_loss_and_of_sixty_epochs_is_what_the_records_say():
