@@ -104,9 +104,9 @@ TEXT_CHANGES: Changes = {
     "rates compared within a layer, share 0.2": ({"model": "gpt-within-layer", "share": 0.2}, {}),
     "gates for the last layer": ({"model": "gpt-last-layer-gates"}, {}),
     "sigmoid gates, moving thresholds": ({"model": "gpt-moving-thresholds"}, {}),
-    "every second block by the token before": (DECODER | {"model": "gpt-mre-pair"}, {}),
+    "every second block by the token before": ({"path_tokens": 2}, {}),
     "random table": ({"model": "gpt-hash"}, {}),
-    "random table, every second block by the token before": ({"model": "gpt-hash-pair"}, {}),
+    "random table, every second block by the token before": ({"model": "gpt-hash", "path_tokens": 2}, {}),
     "`stop` 0.05": ({"stop": 0.05}, {}),
     "`stop` 1": ({"stop": 1.0}, {}),
 }

@@ -3,8 +3,6 @@
 - within-layer: a node is active if its rate is a share of the largest of its layer; the output node takes no part.
 - last-layer-gates: the last layer's nodes have gates too, to the inactive nodes beside them and to the output node.
 - moving-thresholds: sigmoid gates, each active above a threshold of its own that moves towards a mean load.
-- mre-pair: every second block takes its part of the path from the token before, so a path hangs on two tokens.
-- hash-pair, planned-pair: the same with a random table, and with planned top-k.
 
 Axes: B batch, L layers, N experts per layer, O = N + 1 outlets, D width.
 """
@@ -14,19 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.reproduce.plan import WINDOWS
 from raytraced import plugins
 from raytraced.models.registry import GRID, ModelInfo
 from raytraced.router import Call, Choice, Router
 from raytraced.routers.choosing import global_load, top_mask
-from raytraced.routers.hash import HashRouting
-from raytraced.routers.planned import PlannedTopK
-from raytraced.routers.raytraced import RaytracedExperts, RaytracedRouter
+from raytraced.routers.raytraced import RaytracedRouter
 from raytraced.routers.raytraced_config import RaytracedConfig
 from raytraced.routing import Rates, RoutingNetwork
 from raytraced.sequence import expert_weights, unroll
 
-TEXT_LENGTH = int(WINDOWS["context"])
 # The start of our decoder; its `stop` and weights are options of the routers below.
 START: dict[str, Any] = {
     "entry_scale": 16.0,
@@ -199,77 +193,14 @@ class MovingThresholds(Router):
         self.thresholds += self.update_rate * (load_LN - aim).sign()
 
 
-def pair(own: Choice, rows_n: Tensor) -> Choice:
-    """Paths of which every second layer is that of the token before; the first token of a text has its own path alone.
-
-    Args:
-        own: The paths of the tokens by themselves (n, L, N).
-        rows_n: Their row numbers, which count the positions of a text and then go on with the next text.
-    """
-    if int(rows_n[0]) % TEXT_LENGTH:
-        raise ValueError(
-            f"rows: {int(rows_n[0])} comes first; these models read texts of {TEXT_LENGTH} from their start"
-        )
-    num, num_layers = own.active.shape[:2]
-    before_n = torch.arange(num) - (rows_n % TEXT_LENGTH != 0).long()
-    from_before_L1 = (torch.arange(num_layers) % 2 == 1)[:, None]
-    active_nLN, weights_nLN = (
-        torch.where(from_before_L1, each_nLN[before_n], each_nLN) for each_nLN in (own.active, own.weights)
-    )
-    return Choice(active_nLN, weights_nLN, own.loss)
-
-
-class PairRouter(RaytracedRouter):
-    """The activation sequence, of two tokens."""
-
-    def alike(self, call: Call) -> bool:
-        return False
-
-    def plan(self, hidden_BD: Tensor, call: Call) -> Choice:
-        assert call.rows is not None
-        return pair(super().plan(hidden_BD, call), call.rows)
-
-
-class PairExperts(RaytracedExperts):
-    """MRE's grid with this router."""
-
-    router_type = PairRouter
-
-
-class PairTable(HashRouting):
-    """A random table, for two tokens."""
-
-    def alike(self, call: Call) -> bool:
-        return False
-
-    def plan(self, hidden_BD: Tensor, call: Call) -> Choice:
-        assert call.rows is not None
-        return pair(super().plan(hidden_BD, call), call.rows)
-
-
-class PairPlanned(PlannedTopK):
-    """Planned top-k, for two tokens."""
-
-    def alike(self, call: Call) -> bool:
-        return False
-
-    def plan(self, hidden_BD: Tensor, call: Call) -> Choice:
-        assert call.rows is not None
-        return pair(super().plan(hidden_BD, call), call.rows)
-
-
-# name → the router or the layer, and what a decoder has it read by default
-ROUTERS: dict[str, tuple[type, str]] = {
-    "within-layer": (WithinLayer, "token"),
-    "last-layer-gates": (GatedLastLayer, "token"),
-    "moving-thresholds": (MovingThresholds, "token"),
-    "mre-pair": (PairExperts, "token"),
-    "hash-pair": (PairTable, "token"),
-    "planned-pair": (PairPlanned, "embedding"),
+ROUTERS: dict[str, type[Router]] = {
+    "within-layer": WithinLayer,
+    "last-layer-gates": GatedLastLayer,
+    "moving-thresholds": MovingThresholds,
 }
 
 
 def register() -> None:
     """Make the routers known by their names, in this process."""
-    for name, (made, reads) in ROUTERS.items():
-        plugins.register("router", name, ModelInfo(made, GRID, "experiments/path_routers.py", routing_input=reads))
+    for name, router in ROUTERS.items():
+        plugins.register("router", name, ModelInfo(router, GRID, "experiments/path_routers.py", routing_input="token"))

@@ -309,7 +309,13 @@ def takes_seconds(name: str, read: dict) -> bool:
     """Whether a command runs in seconds without a download; fails on names that do not exist."""
     if name == "train":
         config = read["config"]
-        of_decoder = ("depth", "num_heads", "routing_input", "routing_dim")  # options of a decoder, not of its layers
+        of_decoder = (
+            "depth",
+            "num_heads",
+            "routing_input",
+            "routing_dim",
+            "path_tokens",
+        )  # options of a decoder, not of its layers
         layer_options = {key: value for key, value in config.model_options.items() if key not in of_decoder}
         complete_options(config.model, layer_options)
         # Libraries of trackers take seconds to import: tests/training/test_trackers.py trains with them.

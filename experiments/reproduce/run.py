@@ -45,7 +45,6 @@ METRICS = ("num_samples", "accuracy", "bits_per_byte", "loss", "calibration_erro
 DIALS: dict[str, tuple[str, tuple[float, ...]]] = {
     "mre": ("stop", (64.0, 32.0, 16.0, 8.0, 4.0, 2.0, 1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01)),
     "gpt-mre": ("stop", (4.0, 1.0, 0.5, 0.2, 0.1, 0.05, 0.02)),
-    "gpt-mre-pair": ("stop", (4.0, 1.0, 0.5, 0.2, 0.1, 0.05, 0.02)),
     "gpt-matryoshka": ("k", (1, 2, 4, 8)),
     "gpt-threshold": ("threshold", (0.1, 0.3, 0.5, 0.7)),
 }

@@ -218,13 +218,11 @@ TEXT_ROWS = {"text": text_variants, "words": word_variants, "main": main_text_va
 
 def pair_text_variants() -> tuple[Variant, ...]:
     """Models whose paths hang on two tokens: every second block has that of the token before. Each has its own search."""
+    labels = ("mre", "mre-range", "hash-1", "hash-2", "planned-2")
     main = {one.label: one for one in text_variants()}
-    models = {
-        "mre": "gpt-mre-pair", "mre-range": "gpt-mre-pair", "hash-1": "gpt-hash-pair", "hash-2": "gpt-hash-pair",
-        "planned-2": "gpt-planned-pair",
-    }  # fmt: skip
     return tuple(
-        replace(main[label], label=f"{label}-pair", model=model, tuned_as=None) for label, model in models.items()
+        replace(main[label], label=f"{label}-pair", options=main[label].options | {"path_tokens": 2}, tuned_as=None)
+        for label in labels
     )
 
 

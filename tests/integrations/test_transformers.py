@@ -208,6 +208,22 @@ def test_greedy_generation_is_the_decoders_own_with_a_cache_and_without(model, t
     assert torch.equal(model.generate(tokens, max_new_tokens=6, do_sample=False, max_experts=1)[:, 9:], own)
 
 
+def test_paths_of_two_tokens_are_the_same_with_a_cache_with_beams_and_after_padding(tokens, tmp_path):
+    model = RaytracedForCausalLM.from_gpt(language_model(path_tokens=2))
+    say_more(model)
+    own = torch.stack([drawn.tokens for drawn in model.model.generate(tokens, 12, temperature=0)], 1)
+    mask = torch.arange(9) >= torch.tensor([[0], [2], [3]])
+    for options in ({}, {"num_beams": 3}, {"attention_mask": mask, "pad_token_id": 0}):
+        found = [
+            model.generate(tokens, max_new_tokens=12, do_sample=False, use_cache=use_cache, **options)[:, 9:]
+            for use_cache in (True, False)
+        ]
+        assert torch.equal(*found)
+        assert options or torch.equal(found[0], own)
+    model.save_pretrained(tmp_path)
+    assert RaytracedForCausalLM.from_pretrained(tmp_path).model.path_tokens == 2
+
+
 def test_generation_computes_each_token_once(model, tokens, monkeypatch):
     lengths = []
     answer = model.model.answer

@@ -222,7 +222,7 @@ def test_defaults_and_refusals():
     model = raytraced.build("gpt-mre")
     assert (model.context, len(model.blocks), model.card.options["dim"]) == (128, 2, 96)
     assert model.layer.experts.widths == (96, 192, 96)
-    spec = {"depth": 2, "num_heads": 4, "context": 128, "vocab_size": 256}  # as they are today
+    spec = {"depth": 2, "num_heads": 4, "context": 128, "vocab_size": 256, "path_tokens": 1}  # as they are today
     assert model.card.spec == spec | {"routing_input": "token", "routing_dim": 16}
     assert raytraced.build("gpt-top-k").card.spec == spec | {"routing_input": "block"}
     cases = {

@@ -68,7 +68,9 @@ def paths(
     lines = [row | {"path": path_words(steps[token])} for row, token in zip(rows, shown, strict=True)]
     print_table(make_table(lines))
     mean, num = sum(nums) / len(nums), len(set(map(tuple, steps)))
-    known = f"{len(nums):,} tokens have {num:,} different paths; their mean, each token counted once, is {mean:.2f} experts"
+    known = (
+        f"{len(nums):,} tokens have {num:,} different paths; their mean, each token counted once, is {mean:.2f} experts"
+    )
     print(known if text is not None or len(shown) == len(nums) else f"{known}; the first {len(shown)} are shown")
     if path is not None:
         print(printable(path))

@@ -41,6 +41,8 @@ def unpackable_reason(model: Model) -> str | None:
             return "its experts are custom modules; the page runs MLPs"
     if isinstance(model, GPT) and model.tokenizer is not None:
         return "it has a tokenizer; the page runs models of bytes"
+    if isinstance(model, GPT) and model.path_tokens > 1:
+        return f"its paths hang on {model.path_tokens} tokens; the page runs those of one"
     return None
 
 

@@ -45,6 +45,7 @@ TRANSFORMERS_NAMES = {
     "tokenizer": "tokenizer",
     "routing_input": "routing_input",
     "routing_dim": "routing_dim",
+    "path_tokens": "path_tokens",
 }
 
 

@@ -39,6 +39,36 @@ class KVCache:
             self.blocks[block] = keys[:, :, :length], values[:, :, :length]
 
 
+def tokens_before(tokens_BT: Tensor, mask_BS: Tensor | None, cache: "KVCache | TextCaches | None", slot: int) -> Tensor:
+    """The token before each token (B, T); the first token of a text stands before itself.
+
+    Args:
+        tokens_BT: The tokens of this pass.
+        mask_BS: False where there is padding, for all tokens so far; None: no padding.
+        cache: A cache of keys and values, or of several texts; it then keeps the tokens as well.
+        slot: The number under which the cache keeps them: one that no block has.
+    """
+    if isinstance(cache, TextCaches):
+        return cache.tokens_before(tokens_BT, slot)
+    all_BS, num = tokens_BT, tokens_BT.shape[1]
+    if cache is not None:
+        all_BS = kept_tokens(cache, tokens_BT, slot)
+    before_BT = torch.cat((all_BS[:, :1], all_BS[:, :-1]), 1)[:, -num:]
+    if mask_BS is not None:
+        is_known_BT = torch.cat((torch.zeros_like(mask_BS[:, :1]), mask_BS[:, :-1]), 1)[:, -num:]
+        before_BT = torch.where(is_known_BT, before_BT, tokens_BT)
+    return before_BT
+
+
+def kept_tokens(cache: KVCache, tokens_BT: Tensor, slot: int) -> Tensor:
+    """All tokens so far (B, S). They are kept as keys of one entry: what crops or reorders a cache does so with them."""
+    layers = getattr(cache, "layers", None)  # of a cache of transformers, which makes as many as there are blocks
+    while layers and len(layers) <= slot:
+        layers.append(type(layers[0])())
+    tokens_B1T1 = tokens_BT[:, None, :, None]
+    return cache.update(tokens_B1T1, tokens_B1T1, slot)[0][:, 0, :, 0]
+
+
 class TextCaches:
     """The caches of several texts of different lengths, for one new token of each.
 
@@ -59,6 +89,11 @@ class TextCaches:
     def positions(self, device: torch.device) -> Tensor:
         """The position of the new token of each text (B, 1)."""
         return torch.tensor([[cache.get_seq_length()] for cache in self.caches], device=device)
+
+    def tokens_before(self, tokens_B1: Tensor, slot: int) -> Tensor:
+        """The token before the new token of each text (B, 1)."""
+        kept = [kept_tokens(cache, new_11, slot) for cache, new_11 in zip(self.caches, tokens_B1.split(1), strict=True)]
+        return torch.cat([all_1S[:, max(0, all_1S.shape[1] - 2)][:, None] for all_1S in kept])
 
     def attend(self, queries_BHTE: Tensor, keys_BHTE: Tensor, values_BHTE: Tensor, block: int) -> Tensor:
         """Append the new token of each text, and mix the values of the text's tokens (B, H, 1, E)."""

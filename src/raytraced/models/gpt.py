@@ -16,11 +16,11 @@ from raytraced import kernels
 from raytraced.errors import require, require_one_of
 from raytraced.layer import RoutedLayer
 from raytraced.models.attention import Attention, causal_mask
-from raytraced.models.caches import KVCache, TextCaches, multiply_apart
+from raytraced.models.caches import KVCache, TextCaches, multiply_apart, tokens_before
 from raytraced.models.expert_pass import ExpertPass
 from raytraced.models.generation import GenerationOptions, generate_texts
 from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost, num_parameters
-from raytraced.models.paths import Paths, PathTables, choose_rows, describe_paths, within_bytes
+from raytraced.models.paths import Paths, PathTables, alternate, choose_rows, describe_paths, within_bytes
 from raytraced.models.sampling import Drawn
 from raytraced.models.store_reading import byte_budgets, read_planned, time_limit
 from raytraced.router import Call, Choice, Cost
@@ -78,6 +78,8 @@ class GPT(Model):
             plan; for those that do: a routing embedding of the token ("token"), the model's embedding ("embedding"), or the
             vectors that reach the first block's experts ("first-block"), which depend on the text before, too.
         routing_dim: Width of the routing embedding. Default: 16.
+        path_tokens: How many tokens a path hangs on where the router reads tokens or their embeddings. With 2, every second
+            block, from the second on, runs what the path of the token before has there; a text's first token has its own.
     """
 
     gradient_checkpointing: bool = False
@@ -95,6 +97,7 @@ class GPT(Model):
         tokenizer: str | None = None,
         routing_input: RoutingInput = "block",
         routing_dim: int | None = None,
+        path_tokens: int = 1,
     ) -> None:
         super().__init__()
         counts = {"depth": depth, "num_heads": num_heads, "context": context, "vocab_size": vocab_size}
@@ -108,6 +111,10 @@ class GPT(Model):
         require(routing_dim is None or routing_input == "token", "routing_dim", routing_dim, rule)
         self.routing_input: RoutingInput = routing_input
         self.routing_dim = routing_dim or (ROUTING_DIM if routing_input == "token" else None)
+        require(path_tokens in (1, 2) and type(path_tokens) is int, "path_tokens", repr(path_tokens), "must be 1 or 2")
+        rule = f"paths hang on no single token with routing_input={routing_input}; leave it out"
+        require(path_tokens == 1 or routing_input in ("token", "embedding"), "path_tokens", path_tokens, rule)
+        self.path_tokens = path_tokens
         self.embedding = nn.Embedding(vocab_size, dim)
         # logits of about 1 at the start; the stream gets them times √D, vectors of about 1 in every entry
         nn.init.normal_(self.embedding.weight, std=dim**-0.5)
@@ -175,8 +182,8 @@ class GPT(Model):
         experts = ExpertPass(self.layer, call, None if mask is None else mask[:, start:])
         mask_BTS = causal_mask(positions_T, start, mask)
         x_BTD = self._embed(encoded) * self.embedding.embedding_dim**0.5
-        if self.path_follows_token:
-            experts.plan = self._plan_tokens(experts.flat(encoded), experts.call)
+        if self.plans_tokens:
+            experts.plan = self._plan_pass(encoded, mask, cache, experts)
         if max_bytes is not None:
             read_budgets = read_budgets or byte_budgets(self, max_bytes, len(encoded))
             texts_BT = torch.arange(len(encoded))[:, None].expand(encoded.shape[:2])
@@ -229,7 +236,25 @@ class GPT(Model):
     @property
     def path_follows_token(self) -> bool:
         """Whether a token's path through all blocks depends on the token alone."""
+        return self.plans_tokens and self.path_tokens == 1
+
+    @property
+    def plans_tokens(self) -> bool:
+        """Whether paths depend on tokens alone, so that they are rows of a table."""
         return self.routing_input in ("token", "embedding")
+
+    def _plan_pass(
+        self, encoded: Tensor, mask: Tensor | None, cache: KVCache | TextCaches | None, experts: ExpertPass
+    ) -> Choice:
+        """The paths of the tokens of a pass."""
+        call = experts.call
+        own = self._plan_tokens(experts.flat(encoded), call)
+        if self.path_tokens == 1:
+            return own
+        rule = "must be 1 for embeddings in place of tokens, and for recorded routes"
+        require(not encoded.is_floating_point() and call.route is None, "path_tokens", self.path_tokens, rule)
+        before_BT = tokens_before(encoded, mask, cache, len(self.blocks))
+        return alternate(own, self._plan_tokens(experts.flat(before_BT), call), call.max_experts)
 
     def _plan_tokens(self, tokens_n: Tensor, call: Call) -> Choice:
         """The paths of tokens (n,), or of embeddings (n, D) given in their place, before any block runs."""
@@ -309,6 +334,7 @@ class GPT(Model):
         """
         if not self.path_follows_token:
             rule = "a token's path depends on the text before it; only with token or embedding is it known beforehand"
+            require(not self.plans_tokens, "path_tokens", self.path_tokens, f"{self.name}: {rule}, and path_tokens=1")
             require(False, "routing_input", self.routing_input, f"{self.name}: {rule}")
         require(not tokens.is_floating_point(), "tokens", tokens.dtype, "must be whole numbers")
         inside = not tokens.numel() or (int(tokens.min()) >= 0 and int(tokens.max()) < self.vocab_size)
@@ -358,7 +384,7 @@ class GPT(Model):
         require(fits, "mask", getattr(mask, "shape", None), f"must be ({len(tokens_BT)}, {length}), all tokens so far")
 
     def cost(self, inputs: Tensor, out: Output) -> dict[str, Cost]:
-        """What each token cost, by part; a path that depends on the token alone is looked up and costs nothing."""
+        """What each token cost, by part; a path that depends on tokens alone is looked up and costs nothing."""
         head = Cost(self.embedding.weight.numel(), self.embedding.weight.numel() + num_parameters(self.norm))
         # the attention scores of a token, and the weighted sum of values, over all tokens up to its own
         attended_T = 2 * self.embedding.embedding_dim * torch.arange(1, inputs.shape[1] + 1, device=inputs.device)
@@ -369,7 +395,7 @@ class GPT(Model):
             macs = macs + attended_T + sum(int(part.macs) for part in parts)
             parameters += num_parameters(block)
         grid = self.layer.cost(out.routes[0])
-        routing = Cost(0, 0) if self.path_follows_token else grid["routing"]
+        routing = Cost(0, 0) if self.plans_tokens else grid["routing"]
         return {"input": Cost(macs, parameters), "routing": routing, "experts": grid["experts"], "head": head}
 
     def generate(

@@ -17,6 +17,7 @@ from raytraced.errors import require
 from raytraced.files import write_file
 from raytraced.router import Choice
 from raytraced.rows import map_route, unordered_route
+from raytraced.sequence import Route
 from raytraced.store.budget import ByteBudget
 
 MOST_TABLES = 8  # one per budget and stop; a caller that asks for another one each time must not fill the memory
@@ -166,6 +167,46 @@ def keep_active(choice: Choice, active: Tensor) -> Choice:
         route = route._replace(nodes=nodes_nS)
     route = route._replace(active=active, num_active=active.sum((-1, -2)).long())
     return choice._replace(active=active, weights=choice.weights * active, route=route)
+
+
+def alternate(own: Choice, before: Choice, max_experts: int | None = None) -> Choice:
+    """Paths of which every second block, from the second on, is that of another path.
+
+    Args:
+        own: The paths of tokens (n, L, N).
+        before: The paths of the tokens before them.
+        max_experts: At most this many experts are left: those that come first, by their places in both orders in turns.
+    """
+    from_before_L1 = (torch.arange(own.active.shape[1], device=own.active.device) % 2 == 1)[:, None]
+    active, weights = (
+        torch.where(from_before_L1, getattr(before, name), getattr(own, name)) for name in ("active", "weights")
+    )
+    choice = Choice(active, weights, own.loss)
+    orders = [route.nodes for route in (own.route, before.route) if route is not None and route.nodes is not None]
+    if len(orders) < 2:
+        return choice
+    own_nLN, before_nLN = (places(nodes_nS, active.shape) for nodes_nS in orders)
+    key_nM = torch.where(from_before_L1, 2 * before_nLN + 1, 2 * own_nLN).flatten(1)
+    num_n, num_nodes = active.detach().sum((-1, -2)).long(), key_nM.shape[1]
+    key_nM = key_nM.masked_fill(active.detach().flatten(1) == 0, 2 * num_nodes + 2)
+    order_nM, place_M = key_nM.argsort(dim=1, stable=True), torch.arange(num_nodes, device=num_n.device)
+    nodes_nM = order_nM.masked_fill(place_M >= num_n[:, None], -1)
+    choice = choice._replace(route=Route(active, nodes_nM, num_n, None))
+    if max_experts is None:
+        return choice
+    kept_nM = (
+        torch.zeros_like(active).flatten(1).scatter(1, order_nM, (place_M < max_experts).to(active).expand_as(order_nM))
+    )
+    return keep_active(choice, active * kept_nM.view(active.shape))
+
+
+def places(nodes_nS: Tensor, shape: torch.Size) -> Tensor:
+    """The place of each node in the order of activation (n, L, N); that of a node that is not in it is as large as can be."""
+    num, num_nodes = len(nodes_nS), shape[1] * shape[2]
+    places_nM = nodes_nS.new_full((num, num_nodes + 1), num_nodes)
+    order_nS = torch.arange(nodes_nS.shape[1], device=nodes_nS.device).expand_as(nodes_nS)
+    places_nM.scatter_(1, nodes_nS.masked_fill(nodes_nS < 0, num_nodes), order_nS)
+    return places_nM[:, :-1].reshape(num, *shape[1:])
 
 
 def describe_paths(choice: Choice, macs_per_expert: int, shape: torch.Size) -> Paths:

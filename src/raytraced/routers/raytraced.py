@@ -5,7 +5,7 @@ Axes: B batch, L layers, N experts per layer, O = N + 1 outlets of a gate, D wid
 
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -276,7 +276,6 @@ class RaytracedExperts(Fusable, RoutedLayer):
     answers_along_the_way = True
     fuses = True
     config_type = RaytracedConfig
-    router_type: ClassVar[type[RaytracedRouter]] = RaytracedRouter
     router: RaytracedRouter
 
     def __init__(
@@ -296,7 +295,7 @@ class RaytracedExperts(Fusable, RoutedLayer):
             config = RaytracedConfig(**options)
         elif options:
             raise ValueError(f"{', '.join(options)}: give either config or single options, not both")
-        router = self.router_type(routing_dim or dim, num_layers, num_experts, config)
+        router = RaytracedRouter(routing_dim or dim, num_layers, num_experts, config)
         grid = make_grid(dim, num_layers, num_experts, expert, hidden, num_hidden)
         super().__init__(router, grid, dim, stream=config.stream)
         # A model on the meta device is about to get trained weights, or is only measured.

@@ -95,7 +95,7 @@ def test_every_model_of_pairs_has_a_search_of_its_own_on_bytes_alone():
     first = {one.label: one for one in text_variants()}
     for variant in pair_text_variants():
         one = first[variant.label.removesuffix("-pair")]
-        assert (variant.options, variant.training) == (one.options, one.training)
+        assert (variant.options, variant.training) == (one.options | {"path_tokens": 2}, one.training)
 
 
 def test_texts_are_no_part_of_the_images_evidence():

@@ -64,7 +64,7 @@ def test_it_learns_is_evaluated_and_resumes_where_it_was_stopped(config, tmp_pat
 
     model, summary = raytraced.load(run.path), whole.read_summary()
     assert (model.card.task, model.card.data) == ("text", "shakespeare")
-    spec = {"context": 16, "vocab_size": 256, "num_heads": 2, "depth": 2}
+    spec = {"context": 16, "vocab_size": 256, "num_heads": 2, "depth": 2, "path_tokens": 1}
     assert model.card.spec == spec | {"routing_input": "token", "routing_dim": 16}
     assert summary["test"]["num_samples"] == 32
     assert main(["evaluate", str(run.path), "--json"]) == 0

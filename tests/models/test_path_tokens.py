@@ -1,0 +1,179 @@
+"""Paths that hang on two tokens: every second block runs what the path of the token before has there."""
+
+import pytest
+import torch
+
+import raytraced
+from raytraced import kernels
+from raytraced.cost import sample_cost
+from raytraced.explore.packing import pack_model
+from raytraced.models.caches import KVCache, TextCaches
+from raytraced.models.paths import alternate, places
+from raytraced.router import Choice
+from raytraced.rows import unordered_route
+from raytraced.sequence import Route
+
+SMALL = {"dim": 16, "hidden": 8, "num_experts": 4, "depth": 3, "num_heads": 2, "context": 12}
+SHARP = {"entry_scale": 8.0, "input_init_std": 2.0, "weighting": "relative", "weight_scale": 2.0, "stop": 0.2}
+PLANNERS = [("mre", "token"), ("mre", "embedding"), ("planned", "embedding"), ("planned", "token"), ("hash", "token")]
+
+
+def build(name="mre", path_tokens=2, **options):
+    torch.manual_seed(0)
+    sharp = SHARP if name == "mre" else {}
+    return raytraced.build(f"gpt-{name}", path_tokens=path_tokens, **SMALL | sharp | options).eval()
+
+
+def tokens(seed=1, num=12):
+    return torch.randint(256, (3, num), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "routing_input"), PLANNERS)
+def test_every_second_block_is_that_of_the_token_before(name, routing_input):
+    text = tokens()
+    before = torch.cat((text[:, :1], text[:, :-1]), 1)
+    table = build(name, path_tokens=1, routing_input=routing_input).paths()
+    route = build(name, routing_input=routing_input)(text).routes[0]
+    assert torch.equal(route.active[:, :, 0::2], table.active[text][:, :, 0::2])
+    assert torch.equal(route.active[:, :, 1::2], table.active[before][:, :, 1::2])
+    assert torch.equal(route.num_active, route.active.sum((-1, -2)).long())
+
+
+@torch.no_grad()
+def test_a_path_hangs_on_a_token_and_the_one_before_it_alone():
+    model, text = build(), tokens()
+    active = model(text).routes[0].active
+    for place in range(12):
+        changed = text.clone()
+        changed[:, place] = (changed[:, place] + 1) % 256
+        moved = (model(changed).routes[0].active != active).any(-1).any(-1).any(0).nonzero()[:, 0].tolist()
+        assert set(moved) <= {place, place + 1}
+        assert place in moved or place + 1 in moved
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("routing_input", ["token", "embedding"])
+def test_a_cache_of_any_kind_gives_what_a_whole_text_gives(routing_input):
+    model, text = build(routing_input=routing_input), tokens()
+    whole = model(text)
+    cache = KVCache()
+    parts = [model(part, cache=cache) for part in text.split([5, 1, 6], 1)]
+    torch.testing.assert_close(torch.cat([part.logits for part in parts], 1), whole.logits, rtol=0, atol=1e-5)
+    assert torch.equal(torch.cat([part.routes[0].active for part in parts], 1), whole.routes[0].active)
+    cache.crop(7)
+    again = model(text[:, 7:], cache=cache)
+    torch.testing.assert_close(again.logits, whole.logits[:, 7:], rtol=0, atol=1e-5)
+    caches = [KVCache() for _ in text]
+    for one, own, length in zip(caches, text, (3, 4, 5), strict=True):
+        model(own[None, :length], cache=one)
+    news = torch.stack([own[length : length + 1] for own, length in zip(text, (3, 4, 5), strict=True)])
+    together = model(news, cache=TextCaches(caches))
+    for number, length in enumerate((3, 4, 5)):
+        assert torch.equal(together.routes[0].active[number, 0], whole.routes[0].active[number, length])
+        torch.testing.assert_close(together.logits[number, 0], whole.logits[number, length], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_text_after_padding_is_the_text_alone():
+    model, text = build(), tokens(num=8)
+    padded = torch.cat((torch.zeros(3, 4, dtype=torch.long), text), 1)
+    mask = torch.ones(3, 12, dtype=torch.bool)
+    mask[:, :4] = False
+    with_padding, alone = model(padded, mask=mask), model(text)
+    assert torch.equal(with_padding.routes[0].active[:, 4:], alone.routes[0].active)
+    cache = KVCache()
+    model(padded[:, :4], mask=mask[:, :4], cache=cache)
+    after = model(padded[:, 4:], mask=mask, cache=cache)
+    assert torch.equal(after.routes[0].active, alone.routes[0].active)
+
+
+@torch.no_grad()
+def test_generation_with_a_cache_and_with_drafts_is_that_without():
+    model, prompt = build(), tokens(num=5)[:1]
+
+    def generate(**options):
+        return [int(one.tokens) for one in model.generate(prompt, 20, temperature=0, **options)]
+
+    plain = generate(cached=False)
+    assert generate() == plain
+    assert generate(draft_experts=2) == plain
+    assert next(model.generate(prompt, 1)).paths is None
+
+
+@torch.no_grad()
+def test_a_budget_keeps_the_first_experts_of_both_orders():
+    model, text = build(), tokens()
+    whole = model(text, stop=0.02).routes[0]
+    assert int(whole.num_active.max()) > 4
+    for budget in range(6):
+        route = model(text, stop=0.02, max_experts=budget).routes[0]
+        assert int(route.num_active.max()) <= budget
+        assert torch.equal(route.active.sum((-1, -2)).long(), route.num_active)
+        assert not ((route.active > 0) & (whole.active == 0)).any()
+
+
+def test_orders_are_merged_in_turns():
+    """One block of the token's own path, one of the token before; two experts each."""
+
+    def choice(nodes):
+        active = torch.zeros(1, 4)
+        active[0, nodes] = 1
+        active = active.view(1, 2, 2)
+        return Choice(
+            active, active * 3, None, Route(active, torch.tensor([[*nodes, -1]]), active.sum((1, 2)).long(), None)
+        )
+
+    own, before = choice([1, 2, 0]), choice([3, 0, 2])
+    assert places(own.route.nodes, own.active.shape).flatten().tolist() == [2, 0, 1, 4]
+    joined = alternate(own, before)
+    assert joined.active.flatten().tolist() == [1, 1, 1, 1]
+    assert joined.route.nodes.tolist() == [[1, 3, 0, 2]]
+    fewer = alternate(own, before, 3)
+    assert fewer.active.flatten().tolist() == fewer.weights.flatten().div(3).tolist() == [1, 1, 0, 1]
+    assert fewer.route.num_active.tolist() == [3]
+    without_order = own._replace(route=unordered_route(own.active))
+    assert alternate(without_order, before).route is None
+
+
+@torch.no_grad()
+def test_it_costs_nothing_and_is_the_same_in_plain_pytorch():
+    model, text = build(), tokens()
+    fast = model(text)
+    assert bool((sample_cost(model, text, fast).routing_macs == 0).all())
+    model.path_tables.clear()
+    with kernels.use("plain"):
+        plain = model(text)
+    assert torch.equal(fast.routes[0].nodes, plain.routes[0].nodes)
+    torch.testing.assert_close(fast.logits, plain.logits, rtol=0, atol=1e-4)
+
+
+def test_both_tokens_teach_the_gates():
+    model, text = build(), torch.tensor([[3, 4]])
+    model.train()(text).logits[:, 1].square().sum().backward()
+    moved = model.routing_embedding.weight.grad.abs().sum(1).nonzero()[:, 0].tolist()
+    assert moved == [3, 4]
+
+
+def test_a_saved_model_keeps_it(tmp_path):
+    model, text = build(), tokens()
+    raytraced.save(model, tmp_path / "model.safetensors")
+    loaded = raytraced.load(tmp_path / "model.safetensors")
+    assert loaded.path_tokens == loaded.card.spec["path_tokens"] == 2
+    assert torch.equal(loaded(text).logits, model(text).logits)
+
+
+def test_bad_input_is_one_line():
+    with pytest.raises(ValueError, match=r"^path_tokens=3: must be 1 or 2$"):
+        build(path_tokens=3)
+    for name, routing_input in (("mre", "first-block"), ("top-k", "block")):
+        with pytest.raises(ValueError, match=r"^path_tokens=2: paths hang on no single token"):
+            build(name, routing_input=routing_input)
+    model = build(routing_input="embedding")
+    with pytest.raises(ValueError, match=r"^path_tokens=2: must be 1 for embeddings in place of tokens"):
+        model(torch.randn(1, 4, 16))
+    for call in (model.paths, lambda: model.plan(tokens())):
+        with pytest.raises(ValueError, match=r"^path_tokens=2: gpt-mre: a token's path depends on the text before it"):
+            call()
+    with pytest.raises(ValueError, match=r"^pairs: its paths hang on 2 tokens; the page runs those of one$"):
+        pack_model("pairs", build())
