@@ -333,8 +333,9 @@ class GPT(Model):
             (...) and `macs` (...); its `experts_by_block()` are the experts to fetch.
         """
         if not self.path_follows_token:
+            rule = "a token's path hangs on the token before it, too; only with path_tokens=1 is there a table"
+            require(not self.plans_tokens, "path_tokens", self.path_tokens, f"{self.name}: {rule}")
             rule = "a token's path depends on the text before it; only with token or embedding is it known beforehand"
-            require(not self.plans_tokens, "path_tokens", self.path_tokens, f"{self.name}: {rule}, and path_tokens=1")
             require(False, "routing_input", self.routing_input, f"{self.name}: {rule}")
         require(not tokens.is_floating_point(), "tokens", tokens.dtype, "must be whole numbers")
         inside = not tokens.numel() or (int(tokens.min()) >= 0 and int(tokens.max()) < self.vocab_size)
