@@ -53,7 +53,9 @@ TERMS: dict[str, tuple[str, str]] = {
     "eight dense blocks": ("dense-8", "dense-8-exits"),
 }
 # Those of README's table.
-README_NAMES = tuple(name for name in TERMS if name not in ("top-1", "two dense blocks", "MLP of width 36"))
+README_NAMES = tuple(
+    name for name in TERMS if name not in ("top-1", "two dense blocks", "MLP of width 36", "MRE, all budgets")
+)
 
 
 @dataclass(frozen=True)
