@@ -63,4 +63,4 @@ def test_the_parts_of_the_union_are_in_the_order_of_its_classes():
 def test_the_page_is_what_the_arrays_say():
     with np.load(FILE) as arrays:
         assert (BENCHMARKS / "difficulty.md").read_text(encoding="utf-8") == page(dict(arrays))
-    assert FILE.stat().st_size < 2e6
+    assert FILE.stat().st_size < 3.5e6  # three models
