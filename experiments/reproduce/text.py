@@ -39,7 +39,7 @@ PAIR_DIALS = {"mre-range-pair": "`stop`", "mre-pair": "`stop`"}
 LINES = {
     "dense, 1 … 8 experts wide": (("dense-1", "dense-2", "dense-4", "dense-8"), Pen(GREY, "_", ":")),
     "top-1, 2, 4, 8": (("top-1", "top-2", "top-4", "top-8"), Pen(ORANGE, "s", "-.")),
-    "the same, balanced": (
+    "top-1, 2, 4, 8, balanced": (
         ("top-1-balance", "top-2-balance", "top-4-balance", "top-8-balance"),
         Pen(ORANGE, "s", ":", False),
     ),
