@@ -1,6 +1,7 @@
 """`python -m experiments.reproduce`: train what is missing, then write tables, figures and a report. Needs no torch."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from experiments.reproduce.plan import (
     TEXT_QUICK,
     WIDE,
     Planner,
+    Run,
     Scale,
     Selection,
     collect_runs,
@@ -32,6 +34,7 @@ def reproduce(
     workers: int | None = None,
     executor: str = "local",
     again: str | None = None,
+    missing: bool = False,
     redraw: bool = False,
     dry_run: bool = False,
 ) -> int:
@@ -48,6 +51,8 @@ def reproduce(
             machine; another executor gets all runs at once).
         executor: Where runs are trained: local, dask:ADDRESS, ray or slurm.
         again: Models whose runs are trained again if the code has changed since, such as mre,top-k; or all.
+        missing: Train only runs that have no record in OUTPUT/records. Without it, a run counts as trained if its run folder is
+            here, so that a fresh clone trains all of them again.
         redraw: Train nothing; draw from the records in OUTPUT/records.
         dry_run: Only print the number of runs and an estimate of the time.
     """
@@ -69,9 +74,10 @@ def reproduce(
     folder = folder / OWN_FOLDERS[parts[0]] if parts[0] in OWN_FOLDERS else folder
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     require(workers is None or workers >= 1, "workers", workers, "must be at least 1")
+    require(not (missing and again), "again", again, "has records, which --missing leaves out; give one of both")
     if dry_run:
-        return print_plan(parts, scale, selected, folder, workers or cores)
-    where = Place(executor, workers or (cores if executor == "local" else None), tuple(words_of(again)))
+        return print_plan(parts, scale, selected, folder, workers or cores, missing)
+    where = Place(executor, workers or (cores if executor == "local" else None), tuple(words_of(again)), missing)
     failures = {} if redraw else train_all(parts, scale, selected, folder, data_root, where)
     page = write_results(parts, scale, selected, folder, data_root)
     for key, problem in failures.items():
@@ -96,11 +102,13 @@ class Place(NamedTuple):
         executor: The name of an executor.
         workers: Number of runs that are trained at the same time; None leaves that to the executor.
         again: Labels of runs that are trained again if the code has changed.
+        missing: Whether runs that have a record are left out, even if their run folders are not here.
     """
 
     executor: str = "local"
     workers: int | None = 1
     again: tuple[str, ...] = ()
+    missing: bool = False
 
 
 def words_of(words: str | None) -> list[str]:
@@ -139,8 +147,8 @@ def train_all(
             raise ValueError(f"nothing to run: {', '.join(parts)} has no run on {', '.join(selected or ())}")
         for name in sorted({run.data for run in runs}):  # cached before training: two workers must not fetch the same
             find_task(name).load(name, data_root)
-        executor, workers, again = place
-        failures |= run_all(runs, folder / "runs", records, workers, data_root, executor, again)
+        wanted = without_records(runs, records) if place.missing else runs
+        failures |= run_all(wanted, folder / "runs", records, place.workers, data_root, place.executor, place.again)
         report_searches(runs, known(), folder)
         found = find_plan(scale, folder)
         if found == planner:
@@ -148,6 +156,12 @@ def train_all(
             made = Store(records).records
             return {key: problem for key, problem in failures.items() if key not in made or made[key].group != "search"}
         planner = found
+
+
+def without_records(runs: Iterable[Run], records: Path) -> list[Run]:
+    """The runs that have no record in a folder."""
+    store = Store(records)
+    return [run for run in runs if store.find(run) is None]
 
 
 def check_labels(names: tuple[str, ...], planner: Planner) -> None:
@@ -182,11 +196,14 @@ def write_results(parts: list[str], scale: Scale, selected: Selection, folder: P
     return folder / "report.html"
 
 
-def print_plan(parts: list[str], scale: Scale, selected: Selection, folder: Path, workers: int) -> int:
-    """Print the number of runs of each part, and an estimate of the time."""
+def print_plan(parts: list[str], scale: Scale, selected: Selection, folder: Path, workers: int, missing: bool) -> int:
+    """Print the number of runs of each part, or of those without a record, and an estimate of the time."""
     whole = Planner(replace(scale, fixed_lr=1.0), {})  # any rate serves to count the runs that wait for a search
     planned = collect_runs(parts, find_plan(scale, folder), selected)
     rows = {part: plan.runs_of(part, whole, selected) for part in parts}
+    if missing:
+        known = {run.key for run in planned} - {run.key for run in without_records(planned, folder / "records")}
+        rows = {part: [run for run in runs if run.key not in known] for part, runs in rows.items()}
     counted = {run.key for runs in rows.values() for run in runs}
     first = [run for run in planned if run.group == "search" and run.key not in counted]
     rows = ({"search": first} if first else {}) | rows

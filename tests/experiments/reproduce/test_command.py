@@ -23,6 +23,7 @@ def main(*words):
         (["--data", "mnits"], "data=mnits: no such data set; did you mean mnist?"),
         (["--quick", "--only", "ship"], "only=ship: quick runs are not worth shipping; leave --quick out"),
         (["--workers", "0"], "workers=0: must be at least 1"),
+        (["--again", "mre", "--missing"], "again=mre: has records, which --missing leaves out; give one of both"),
         (["--again", "mree"], "again=mree: no such model; did you mean mre?"),
         (["--only", "union", "--data", "digits"], "nothing to run: union has no run on digits"),
     ],
@@ -94,6 +95,21 @@ def test_a_search_that_diverged_is_a_finding_and_one_that_left_no_record_a_failu
     monkeypatch.setattr(running, "run_all", run_all)
     failures = train_all(["fig5"], FULL, ("digits",), tmp_path, None, Place())
     assert failures == {"search-digits-mre-lr-0.0005-s100": "its process ended with code -9"}
+
+
+def test_missing_trains_only_runs_without_a_record(tmp_path, record, capsys, monkeypatch):
+    first, *rest = collect_runs(["table1"], Planner(QUICK, {}), ("digits",))
+    folder = tmp_path / "quick"
+    Store(folder / "records").put(record_of(first, record))
+    asked = []
+    monkeypatch.setattr(running, "run_all", lambda runs, *_: asked.append([run.key for run in runs]) or {})
+    for missing in (False, True):
+        train_all(["table1"], QUICK, ("digits",), folder, None, Place(missing=missing))
+    assert asked == [[run.key for run in (first, *rest)], [run.key for run in rest]]
+    options = ("--quick", "--dry-run", "--only", "table1", "--data", "digits", "--output", str(tmp_path))
+    for words, num in (((), 1 + len(rest)), (("--missing",), len(rest))):
+        assert main(*options, *words) == 0
+        assert f"table1 {num:>10} runs" in capsys.readouterr().out
 
 
 def test_the_command_is_described_and_workers_start_without_torch():
