@@ -23,7 +23,7 @@ from experiments import RESULTS
 from experiments.reproduce.plan import BYTES, OWN_FOLDERS, WINDOWS
 from experiments.reproduce.text import SECONDS
 from experiments.reproduce.text_aims import TIMED
-from experiments.reproduce.variants import TEXT_ROWS, Variant, more_text_variants
+from experiments.reproduce.variants import PAIR_ROWS, TEXT_ROWS, Variant, more_text_variants
 from raytraced.files import write_file
 from raytraced.io.saving import load
 from raytraced.models.registry import build
@@ -91,7 +91,8 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = RESULTS / OWN_FOLDERS[options.part]
     runs = options.runs or folder / "runs"
-    variants = [*TEXT_ROWS[options.part](), *(more_text_variants() if options.part == "text" else ())]
+    more = more_text_variants() if options.part == "text" else ()
+    variants = [*TEXT_ROWS[options.part](), *more, *PAIR_ROWS[options.part]()]
     found = measure(variants, runs, VOCAB_SIZES[options.part])
     rounded = {label: {name: float(f"{value:.3g}") for name, value in each.items()} for label, each in found.items()}
     about = {

@@ -560,8 +560,8 @@ def path_tables(part: str) -> dict[str, list[str]]:
     folder, scale = ROOT / "results" / OWN_FOLDERS[part], TEXT_PARTS[part]
     results, seconds = Store(folder / "records").results(every_run(find_plan(scale, folder))), read_seconds(folder)
     tables = {
-        "pair dials": pair_dial_table(results, "enwik8"),
-        "pair aims": pair_aims_table(results, "enwik8"),
+        "pair dials": pair_dial_table(results, "enwik8", scale),
+        "pair aims": pair_aims_table(results, "enwik8", scale),
         "models": models_on_text(results, "enwik8", seconds),
         "dials": dial_table(results, "enwik8", scale),
         "aims": path_aims(results, "enwik8", seconds, scale),
@@ -619,7 +619,7 @@ WRITTEN = {
 PATH_TABLES = {
     "text": ("path", ("models", "dials", "aims", "pair dials", "pair aims", "seconds", "searches")),
     "words": ("word", ("models", "dials", "aims", "searches")),
-    "main": ("main", ("models", "dials", "aims", "seconds", "searches")),
+    "main": ("main", ("models", "dials", "aims", "pair dials", "pair aims", "seconds", "searches")),
 }
 WRITTEN |= {
     f"<!-- {word} {name}: make tables writes this table -->\n": partial(

@@ -82,7 +82,8 @@ def draw_part(part: str, results: Results, names: list[str], data_root: str | No
     """The figures of a part by file name, where there are runs for them."""
     if part in TEXT_PARTS:
         if names:  # else there are records of searches alone
-            yield "text" if part == "pairs" else part, text_figure(results, names)  # both are in one figure
+            shared = {"pairs": "text", "main-pairs": "main"}  # one figure has the paths of one token and of two
+            yield shared.get(part, part), text_figure(results, names)
         return
     wide = part in ("union", "wide")
     known = {data: set(results.labels(data)) for data in (FULL.data if wide else names) if FULL.data[data].wide == wide}

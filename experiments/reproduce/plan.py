@@ -247,14 +247,16 @@ PARTS = {
     "pairs": "The same on bytes for paths that hang on two tokens, into the folder of text",
     "words": "The same over words of several bytes, trained for longer",
     "main": "The same at the main size: words, trained for longest, a search for each model",
+    "main-pairs": "The main size for paths that hang on two tokens, into its folder",
     "ship": "Trained models for the package",
 }
-TEXT_PARTS = {"text": TEXT, "pairs": TEXT, "words": TEXT_WORDS, "main": TEXT_MAIN}
+TEXT_PARTS = {"text": TEXT, "pairs": TEXT, "words": TEXT_WORDS, "main": TEXT_MAIN, "main-pairs": TEXT_MAIN}
 OWN_FOLDERS = {
     "text": "text",
     "pairs": "text",
     "words": "text-words",
     "main": "text-main",
+    "main-pairs": "text-main",
     "wide": "wide",
 }  # part → the folder of its results
 SETS = {
@@ -326,6 +328,7 @@ def runs_of(part: str, planner: Planner, selected: Selection) -> list[Run]:
         ],
         "words": [("main", variants.word_variants(), texts, [seed]) for seed in some],
         "main": [("main", variants.main_text_variants(), texts, [seed]) for seed in some],
+        "main-pairs": [("main", variants.main_pair_variants(), texts, [seed]) for seed in some],
         "ship": [("main", [variant], [name], some) for name, variant in shipped if name in chosen_data],
     }
     return [run for need in needs[part] for run in planner.runs(*need)]

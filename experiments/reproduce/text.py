@@ -27,7 +27,7 @@ from experiments.reproduce.text_aims import (
     gap,
     model_level,
 )
-from experiments.reproduce.variants import DATA_NAMES, TEXT_ROWS, pair_text_variants, text_variants
+from experiments.reproduce.variants import DATA_NAMES, PAIR_ROWS, TEXT_ROWS
 from raytraced.colours import BLUE, GREY, INK, ORANGE
 from raytraced.files import write_file
 
@@ -71,7 +71,7 @@ DIAL_NOTE = (
     "One checkpoint per seed, its dial turned after training; test bytes, mean ± standard error. Last column: bits above the "
     "line of the baselines at the same MACs, as benchmarks/aims-paths.md defines it, with those baselines that have records."
 )
-PAIR_NOTE = "Every second block of a path is that of the token before; the line is that of benchmarks/aims-pairs.md."
+PAIR_NOTE = "Every second block of a path is that of the token before; the line has the baselines of two tokens, too."
 SEARCHED = "Validation bits per byte after {steps:,} steps, with one seed that no other run uses. {shared}"
 SHARED = (
     "Every model has the rate of its group: MRE, dense, planned by the token, chosen by their own input; models of two tokens "
@@ -142,18 +142,20 @@ def dial_table(results: Results, data: str, scale: Scale = TEXT) -> Table:
     return turned_table(f"One checkpoint, any budget: {DATA_NAMES[data]}", results, data, planned, DIALS, DIAL_NOTE)
 
 
-def pair_dial_table(results: Results, data: str) -> Table:
+def pair_dial_table(results: Results, data: str, scale: Scale = TEXT) -> Table:
     """The same for the models whose paths hang on two tokens."""
     title = f"Two tokens, one checkpoint, any budget: {DATA_NAMES[data]}"
     if not any(results.of(data, label) for label in TWO_TOKENS.ours):
         return Table(title, [], [])
-    baselines = [label for label in pair_rows() if label in TWO_TOKENS.baselines]
+    baselines = [label for label in pair_rows(scale) if label in TWO_TOKENS.baselines]
     return turned_table(title, results, data, baselines, PAIR_DIALS, PAIR_NOTE)
 
 
-def pair_rows() -> list[str]:
-    """The models that the aims for two tokens name."""
-    return [one.label for variants in (text_variants(), pair_text_variants()) for one in variants]
+def pair_rows(scale: Scale) -> list[str]:
+    """The models that the aims for two tokens name: those of the part, and those of two tokens."""
+    part = part_of(scale)
+    pairs = PAIR_ROWS[part]() if part in PAIR_ROWS else ()
+    return [one.label for one in (*TEXT_ROWS[part](), *pairs)]
 
 
 def turned_table(
@@ -185,11 +187,11 @@ def aims_table(results: Results, data: str, seconds: Seconds, scale: Scale = TEX
     return Table(f"Aims: {DATA_NAMES[data]}", ["aim", "verdict", "found"], rows, note)
 
 
-def pair_aims_table(results: Results, data: str) -> Table:
-    """The aims of benchmarks/aims-pairs.md, and what the runs say."""
+def pair_aims_table(results: Results, data: str, scale: Scale = TEXT) -> Table:
+    """The aims of benchmarks/aims-pairs.md or aims-main-pairs.md, and what the runs say."""
     rows: list[list[str]] = []
     if any(results.of(data, label) for label in TWO_TOKENS.ours):
-        aims = Aims(results, data, {}, TEXT.num_seeds, pair_rows(), TWO_TOKENS)
+        aims = Aims(results, data, {}, scale.num_seeds, pair_rows(scale), TWO_TOKENS)
         rows = [[one.aim, one.words, one.found] for one in aims.of_pairs()]
     return Table(f"Aims for two tokens: {DATA_NAMES[data]}", ["aim", "verdict", "found"], rows)
 
@@ -259,8 +261,8 @@ def text_tables(results: Results, seconds: Seconds, scale: Scale = TEXT) -> list
             text_table(results, data, seconds),
             dial_table(results, data, scale),
             aims_table(results, data, seconds, scale),
-            pair_dial_table(results, data),
-            pair_aims_table(results, data),
+            pair_dial_table(results, data, scale),
+            pair_aims_table(results, data, scale),
         ]
     tables.append(seconds_table(seconds))
     (steps,) = {one.search_epochs * WINDOWS["steps"] for one in scale.data.values()}

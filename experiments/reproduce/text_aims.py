@@ -1,4 +1,4 @@
-"""The aims of aims-paths.md and aims-pairs.md in benchmarks/: lines of baselines in bits against MACs, and the verdicts."""
+"""The aims of language models in benchmarks/aims-*.md: lines of baselines in bits against MACs, and the verdicts."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -186,15 +186,17 @@ class Aims:
         return [self.planned(), self.one_checkpoint(), self.ahead(), self.learned(), self.alive(), self.time()]
 
     def of_pairs(self) -> list[Verdict]:
-        """The verdicts on the aims of benchmarks/aims-pairs.md."""
+        """The verdicts on the aims of benchmarks/aims-pairs.md or aims-main-pairs.md."""
         return [self.below_one_token(), self.one_checkpoint(), self.ahead(), self.learned(), self.alive()]
 
     def below_one_token(self) -> Verdict:
+        (of_one_token,) = (label for label, pair in PAIRS.items() if pair == self.ours)
+
         def check() -> tuple[bool, str]:
-            one = gap(self.levels[self.ours], [self.levels["mre"]])
+            one = gap(self.levels[self.ours], [self.levels[of_one_token]])
             return one.bits <= -2 * one.error, str(one)
 
-        return self.verdict("1. two tokens below one by two standard errors", (self.ours, "mre"), check)
+        return self.verdict("1. two tokens below one by two standard errors", (self.ours, of_one_token), check)
 
     def size(self) -> Verdict:
         """Whether the models are large enough, and trained for long enough, for the comparison at the main size."""

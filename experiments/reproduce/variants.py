@@ -1,5 +1,6 @@
 """All models of the experiments: their labels in tables, and their options. Needs no torch."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -216,14 +217,27 @@ def main_text_variants() -> tuple[Variant, ...]:
 TEXT_ROWS = {"text": text_variants, "words": word_variants, "main": main_text_variants}
 
 
-def pair_text_variants() -> tuple[Variant, ...]:
+def two_tokens(labels: Iterable[str]) -> tuple[Variant, ...]:
     """Models whose paths hang on two tokens: every second block has that of the token before. Each has its own search."""
-    labels = ("mre", "mre-range", "hash-1", "hash-2", "planned-2")
     main = {one.label: one for one in text_variants()}
     return tuple(
         replace(main[label], label=f"{label}-pair", options=main[label].options | {"path_tokens": 2}, tuned_as=None)
         for label in labels
     )
+
+
+def pair_text_variants() -> tuple[Variant, ...]:
+    """The models on bytes whose paths hang on two tokens."""
+    return two_tokens(("mre", "mre-range", "hash-1", "hash-2", "planned-2"))
+
+
+def main_pair_variants() -> tuple[Variant, ...]:
+    """The same at the main size, the most important ones first; one model of MRE stands for all, as there."""
+    return two_tokens(("mre-range", "hash-1", "hash-2", "planned-2"))
+
+
+# The models of two tokens that are compared with those of a part.
+PAIR_ROWS = {"text": pair_text_variants, "main": main_pair_variants}
 
 
 def more_text_variants() -> tuple[Variant, ...]:

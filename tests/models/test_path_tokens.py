@@ -173,7 +173,9 @@ def test_bad_input_is_one_line():
     with pytest.raises(ValueError, match=r"^path_tokens=2: must be 1 for embeddings in place of tokens"):
         model(torch.randn(1, 4, 16))
     for call in (model.paths, lambda: model.plan(tokens())):
-        with pytest.raises(ValueError, match=r"^path_tokens=2: gpt-mre: a token's path hangs on the token before it, too"):
+        with pytest.raises(
+            ValueError, match=r"^path_tokens=2: gpt-mre: a token's path hangs on the token before it, too"
+        ):
             call()
     with pytest.raises(ValueError, match=r"^pairs: its paths hang on 2 tokens; the page runs those of one$"):
         pack_model("pairs", build())

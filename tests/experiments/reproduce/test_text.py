@@ -11,6 +11,8 @@ from experiments.reproduce import command, plan
 from experiments.reproduce.plan import BYTES, FULL, TEXT, TEXT_MAIN, TEXT_WORDS, TOKENIZER, Planner, collect_runs
 from experiments.reproduce.records import Record, Results, Store, read_searches
 from experiments.reproduce.variants import (
+    MAIN_ROWS,
+    main_pair_variants,
     main_text_variants,
     more_text_variants,
     pair_text_variants,
@@ -135,6 +137,19 @@ def test_every_model_of_the_main_size_has_a_search_of_its_own_and_the_longest_tr
     assert all(one.options == bytes_and_words[one.label].options for one in main_text_variants())
 
 
+def test_pairs_at_the_main_size_differ_from_its_rows_in_the_path_alone():
+    labels = [one.label for one in main_pair_variants()]
+    searches = collect_runs(["main-pairs"], Planner(TEXT_MAIN, {}), None)
+    assert Counter(run.family for run in searches) == dict.fromkeys(labels, 3)
+    rates = {"enwik8": dict.fromkeys([*labels, *MAIN_ROWS], 6e-3)}
+    pairs, rows = (collect_runs([part], Planner(TEXT_MAIN, rates), None) for part in ("main-pairs", "main"))
+    assert [(run.seed, run.label) for run in pairs] == [(seed, label) for seed in range(3) for label in labels]
+    configs = {(run.seed, run.label): run.config for run in rows}
+    for run in pairs:
+        one = configs[run.seed, run.label.removesuffix("-pair")]
+        assert run.config == replace(one, model_options=one.model_options | {"path_tokens": 2})
+
+
 @pytest.mark.parametrize("part", ["words", "main"])
 def test_each_comparison_has_a_folder_of_its_own(part):
     with pytest.raises(ValueError, match=f"only={part},fig2: {part} has a folder of its own"):
@@ -150,6 +165,7 @@ def test_a_quick_run_trains_evaluates_bits_and_writes_the_page(tmp_path, monkeyp
     monkeypatch.setattr(plan.variants, "more_text_variants", lambda: ())
     monkeypatch.setattr(plan.variants, "word_variants", lambda: ())
     monkeypatch.setattr(plan.variants, "main_text_variants", lambda: ())
+    monkeypatch.setattr(plan.variants, "main_pair_variants", lambda: ())
     monkeypatch.setattr(plan, "BYTES", TINY)
     monkeypatch.setattr(command, "TEXT_QUICK", replace(plan.TEXT_QUICK, data={"shakespeare": TINY}))
     assert command.reproduce(quick=True, only="text", output=str(tmp_path), workers=1) == 0
