@@ -3,7 +3,8 @@
     python -m experiments.readings               # every reading that has no record yet, on three data sets
     python -m experiments.readings --table       # write benchmarks/readings.md from the records
 
-THE CRITERION, written before the first run and not changed after. A run (25 epochs of 256 images unless the reading says
+THE CRITERION, written before the first run and not changed after (it and the first results have the same time stamp in the
+version history, so this order cannot be shown). A run (25 epochs of 256 images unless the reading says
 otherwise, seed 100, which no other run has; the epoch with the best validation accuracy is kept) is evaluated on validation
 images, drawn and greedily. The accuracy that it would have on test images is estimated as its validation accuracy less the
 mean difference between the two over the 100 recorded runs of other models on that data set: 0.08, 0.83 and -0.30 points.

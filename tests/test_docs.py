@@ -14,6 +14,7 @@ import re
 import runpy
 import shlex
 import shutil
+import statistics
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -50,7 +51,7 @@ from experiments.reproduce.tables import (
 from experiments.reproduce.text import aims_table as path_aims
 from experiments.reproduce.text import dial_table, pair_aims_table, pair_dial_table, read_seconds, seconds_table
 from experiments.reproduce.text import text_table as models_on_text
-from experiments.reproduce.text_aims import dial_levels, model_level
+from experiments.reproduce.text_aims import dial_levels, frontier, gap, make_level, model_level
 from experiments.reproduce.variants import DATA_NAMES, MRE_PAPER, MRE_PAPER_LONG, READING_VARIANTS
 from experiments.reproduce.wide import against_table
 from raytraced import plugins
@@ -535,23 +536,55 @@ def exits_table() -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in rows]
 
 
-def text_table() -> list[str]:
-    """Bits per byte of every language model in results/text-old, the cheapest first."""
-    summary = json.loads((ROOT / "results/text-old/summary.json").read_text(encoding="utf-8"))
-    head, rule = ["", "experts", "multiply-adds"], ["---", "---:", "---:"]
-    rows = [[*head, *(DATA_NAMES[data] for data in summary)], [*rule, *["---:"] * len(summary)]]
-    first = next(iter(summary.values()))
-    for label in sorted(first, key=lambda label: first[label]["macs_mean"]):
-        found = [summary[data].get(label) for data in summary]
-        bits = ["–" if one is None else bits_cell(one["bits_mean"], one["bits_std"], one["seeds"]) for one in found]
-        experts, macs = first[label]["experts_mean"], first[label]["macs_mean"] / 1000
-        rows.append([f"`{label}`", f"{experts:.1f}", f"{macs:.0f}", *bits])
+def exit_seconds_table() -> list[str]:
+    """Milliseconds of 1,000 images, from the measured tables in benchmarks/early-exit-seconds.md."""
+    text = (ROOT / "benchmarks/early-exit-seconds.md").read_text(encoding="utf-8")
+    shown = ("mre", "mre, no early exit", "dense-8-exits, no early exit")
+    rows = [["data set", "1,000 images, early exit", "1,000 images, to the end", "eight dense blocks, to the end"],
+            ["---", "---:", "---:", "---:"]]  # fmt: skip
+    for part in text.split("### ")[1:]:
+        name, *lines = part.splitlines()
+        cells = (line.strip("| ").split(" | ") for line in lines if line.startswith("| "))
+        found = {row[0]: row[4] for row in cells}
+        rows.append([name, *(f"{found[label]} ms" for label in shown)])
     return [f"| {' | '.join(cells)} |" for cells in rows]
 
 
-def bits_cell(mean: float, std: float, seeds: int) -> str:
-    """Mean bits per byte ± standard error, and the number of seeds."""
-    return f"{mean:.3f} ± {std / seeds**0.5:.3f} ({seeds})"
+def old_texts() -> dict[str, Results]:
+    """The language models of the old form, by text."""
+    results = Results(Store(ROOT / "results/text-old/records").records.values())
+    return {data: results for data in results.data()}
+
+
+def elastic_table() -> list[str]:
+    """`mre-elastic` of the old form with at most so many experts per block, beside the line of the baselines at equal MACs."""
+    rows = [["text", "experts per block, at most", "MACs", "bits per byte", "above the baselines"],
+            ["---", "---:", "---:", "---:", "---:"]]  # fmt: skip
+    for data, results in old_texts().items():
+        labels = [label for label in results.labels(data) if not label.startswith("mre")]
+        line = frontier(model_level(label, results.of(data, label)) for label in labels)
+        records = results.of(data, "mre-elastic")
+        for most in (1, 2, 4, 8):
+            budgets = [one.budgets[most] for one in records]
+            level = make_level("", ((row["bits_per_byte"], row["macs"], row["experts"]) for row in budgets))
+            cells = (f"{level.macs / 1000:.0f}", f"{level.bits:.3f} ± {level.error:.3f}", gap(level, line).figure)
+            rows.append([DATA_NAMES[data], f"{most}", *cells])
+    return [f"| {' | '.join(cells)} |" for cells in rows]
+
+
+def text_table() -> list[str]:
+    """Bits per byte of every language model of the old form, the cheapest first; their decoders have two blocks."""
+    known = old_texts()
+    head, rule = ["", "experts", "multiply-adds"], ["---", "---:", "---:"]
+    rows = [[*head, *(DATA_NAMES[data] for data in known)], [*rule, *["---:"] * len(known)]]
+    data, results = next(iter(known.items()))
+    levels = {label: model_level(label, results.of(data, label)) for label in results.labels(data)}
+    for label in sorted(levels, key=lambda label: levels[label].macs):
+        found = [spread(one.bits for one in results.of(data, label)) for data, results in known.items()]
+        bits = [f"{one.mean:.3f} ± {one.error:.3f} ({one.num})" if one.num else "–" for one in found]
+        experts = spread(one.experts for one in results.of(data, label)).mean / 2
+        rows.append([f"`{label}`", f"{experts:.1f}", f"{levels[label].macs / 1000:.0f}", *bits])
+    return [f"| {' | '.join(cells)} |" for cells in rows]
 
 
 @cache
@@ -611,7 +644,9 @@ WRITTEN = {
     "<!-- machine time: make tables writes this table -->\n": machine_time,
     "<!-- aims: make tables writes this table -->\n": aims_table,
     "<!-- exits: make tables writes this table -->\n": exits_table,
+    "<!-- exit seconds: make tables writes this table -->\n": exit_seconds_table,
     "<!-- text: make tables writes this table -->\n": text_table,
+    "<!-- elastic: make tables writes this table -->\n": elastic_table,
     "<!-- targets: make tables writes this table -->\n": target_table,
     "<!-- budgets: make tables writes this table -->\n": budgets_table,
 }
@@ -733,6 +768,20 @@ def test_the_figures_of_the_readme_are_those_of_the_records():
     dial = dial_levels(texts.of("enwik8", "mre-range"))
     bits, experts = ([getattr(one, name) for one in dial] for name in ("bits", "experts"))
     assert f"{min(bits):.2f} to {max(bits):.2f} bits from {min(experts):.1f} to {max(experts):.1f} experts" in plain
+
+
+def test_the_numbers_of_experts_on_harder_data_are_those_of_the_records():
+    paper = " ".join((DOCS / "paper/paper.md").read_text(encoding="utf-8").split())
+    results = Results(Store(ROOT / "results/records").records.values())
+    easy, middle, hard = (
+        [one.experts for one in results.of(data, "mre-paper")] for data in ("mnist", "fashion-mnist", "cifar10")
+    )
+    assert f"{spread(easy).mean:.2f} and {spread(middle).mean:.2f} experts" in paper
+    between = spread(after - before for before, after in zip(easy, middle, strict=True))
+    assert f"a difference of {between.mean:.2f} ± {between.error:.2f} (standard error, paired by seed)" in paper
+    more = [spread(after - before for before, after in zip(some, hard, strict=True)) for some in (easy, middle)]
+    assert "CIFAR-10 runs " + " and ".join(f"{one.mean:.1f} ± {one.error:.1f}" for one in more) + " more" in paper
+    assert f"correlate at {statistics.correlation(easy, middle):.2f}," in paper
 
 
 def test_what_the_pages_say_of_the_final_loss_and_of_sixty_epochs_is_what_the_records_say():
