@@ -87,6 +87,21 @@ def test_the_tokens_of_a_text_are_shown_with_control_characters_escaped(model, c
     assert [[(block - 1, expert - 1) for block, expert in row["path"]] for row in rows] == [steps[97], steps[98]]
 
 
+@torch.no_grad()
+def test_the_paths_of_a_text_hang_on_the_token_before_where_the_model_says_so(saved, capsys):
+    path = saved("gpt-mre", entry_scale=8.0, input_init_std=2.0, weighting="relative", stop=0.2, path_tokens=2)
+    assert main(["paths", str(path), "--text", "abca", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    loaded = rt.load(path)
+    active = loaded(torch.tensor([list(b"abca")])).routes[0].active[0]
+    for row, active_LN in zip(rows, active, strict=True):
+        steps = sorted([block - 1, expert - 1] for block, expert in row["path"])
+        assert steps == active_LN.nonzero().tolist()
+    assert rows[0]["path"] != rows[3]["path"]
+    assert main(["paths", str(path)]) == 0
+    assert "the path of a token that follows itself" in capsys.readouterr().out
+
+
 def test_a_router_without_an_order_lists_its_experts_block_by_block(saved, tmp_path):
     path, file = saved("gpt-hash", k=2), tmp_path / "hash.csv"
     assert main(["paths", str(path), "--output", str(file)]) == 0

@@ -98,7 +98,41 @@ def test_generation_with_a_cache_and_with_drafts_is_that_without():
     plain = generate(cached=False)
     assert generate() == plain
     assert generate(draft_experts=2) == plain
-    assert next(model.generate(prompt, 1)).paths is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "routing_input"), PLANNERS)
+def test_a_plan_is_what_runs(name, routing_input):
+    model, text = build(name, routing_input=routing_input), tokens()
+    for budget in ({}, {"max_experts": 3}) if name == "mre" else ({},):
+        route, plan = model(text, **budget).routes[0], model.plan(text, **budget)
+        assert torch.equal(plan.active, route.active)
+        assert torch.equal(plan.num_active, route.num_active)
+        after = model.plan(text[:, 4], before=text[:, 3], **budget)
+        assert torch.equal(after.active, route.active[:, 4])
+        assert torch.equal(model.plan(text[0, 0], **budget).active, route.active[0, 0])
+    table = model.paths()
+    joined = table.active[text].clone()
+    joined[:, 1:, 1::2] = table.active[text[:, :-1]][:, :, 1::2]
+    assert torch.equal(model.plan(text).active, joined)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("context", [2, 3, 12])
+def test_generation_knows_the_path_of_a_token_when_it_is_drawn(context):
+    """Also where the context is full: the next pass begins again, and its first token stands before itself."""
+    model, prompt = build(context=context), tokens(num=2)[:1]
+
+    def ran(text, start):
+        return model(text[:, start:]).routes[0].active[:, -1]
+
+    for options in ({}, {"cached": False}, {"draft_experts": 2}):
+        text, start = prompt, 0
+        for drawn in model.generate(prompt, 9, temperature=0, **options):
+            text = torch.cat((text, drawn.tokens[:, None]), 1)
+            if text.shape[1] - start > context:
+                start = text.shape[1] - max(1, context // 2)
+            assert torch.equal(drawn.paths.active, ran(text, start)), (options, text.shape)
 
 
 @torch.no_grad()
@@ -172,10 +206,15 @@ def test_bad_input_is_one_line():
     model = build(routing_input="embedding")
     with pytest.raises(ValueError, match=r"^path_tokens=2: must be 1 for embeddings in place of tokens"):
         model(torch.randn(1, 4, 16))
-    for call in (model.paths, lambda: model.plan(tokens())):
-        with pytest.raises(
-            ValueError, match=r"^path_tokens=2: gpt-mre: a token's path hangs on the token before it, too"
-        ):
-            call()
+    plan = build().plan
+    for before, message in (
+        (tokens()[:, 1:], r"^before=\(3, 11\): must be \(3, 12\), as tokens$"),
+        (tokens() + 256, r"^before=\[…\]: some are not in 0 … 255, the vocabulary$"),
+        (tokens().float(), r"^before=torch.float32: must be whole numbers$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan(tokens(), before=before)
+    with pytest.raises(ValueError, match=r"^before=\[…\]: is for paths that hang on two tokens; leave it out$"):
+        build(path_tokens=1).plan(tokens(), before=tokens())
     with pytest.raises(ValueError, match=r"^pairs: its paths hang on 2 tokens; the page runs those of one$"):
         pack_model("pairs", build())

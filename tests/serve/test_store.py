@@ -21,12 +21,13 @@ from serve.conftest import running
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="the compiled kernels are not built")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """One language model as a plain file and as a store."""
+@pytest.fixture(scope="module", params=[1, 2], ids=["one token", "two tokens"])
+def folder(request, tmp_path_factory):
+    """One language model, whose paths hang on one token or two, as a plain file and as a store."""
     folder = tmp_path_factory.mktemp("stored")
     torch.manual_seed(0)
-    model = raytraced.build("gpt-mre", dim=16, hidden=8, depth=3, num_heads=2, context=64, num_experts=4)
+    sizes = {"dim": 16, "hidden": 8, "depth": 3, "num_heads": 2, "context": 64, "num_experts": 4}
+    model = raytraced.build("gpt-mre", path_tokens=request.param, **sizes)
     raytraced.save(model, folder / "plain.safetensors")
     raytraced.save(model, folder / "store.safetensors", store=True)
     return folder

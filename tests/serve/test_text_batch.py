@@ -17,10 +17,11 @@ from raytraced.serve.models import Served, sums_alike, texts_are_independent
 from raytraced.serve.text_batch import MOST_PROMPTS, TextBatch
 
 
-@pytest.fixture(scope="module")
-def served():
+@pytest.fixture(scope="module", params=[1, 2], ids=["one token", "two tokens"])
+def served(request):
     torch.manual_seed(0)
-    options = {"dim": 48, "num_heads": 3, "depth": 3, "context": 24, "hidden": 40, "num_experts": 5}
+    sizes = {"dim": 48, "num_heads": 3, "depth": 3, "context": 24, "hidden": 40, "num_experts": 5}
+    options = sizes | {"path_tokens": request.param}  # how many tokens a path hangs on
     return Served("gpt-mre", raytraced.build("gpt-mre", **options).eval(), "")
 
 

@@ -15,10 +15,10 @@ from raytraced.store.reader import ExpertReader
 SIZES = {"dim": 16, "hidden": 24, "depth": 2, "num_heads": 2, "context": 12, "num_experts": 6}
 
 
-@pytest.fixture
-def text_store(tmp_path):
-    """A language model of two blocks of six experts, in memory, and the file of its store."""
-    whole = raytraced.build("gpt-mre", **SIZES).eval()
+@pytest.fixture(params=[1, 2], ids=["one token", "two tokens"])
+def text_store(request, tmp_path):
+    """A language model of two blocks of six experts, whose paths hang on one token or two, in memory, and its store."""
+    whole = raytraced.build("gpt-mre", path_tokens=request.param, **SIZES).eval()
     raytraced.save(whole, tmp_path / "store.safetensors", store=True)
     return whole, tmp_path / "store.safetensors"
 
@@ -254,5 +254,5 @@ def test_evaluate_refuses_a_deadline_in_bytes_where_nothing_is_read(text_store, 
         data = str(tmp_path / data) if data.endswith("txt") else data
         assert main(["evaluate", name, "--data", data, "--device", "cpu", "--max-bytes", "5KB"]) == 2
         error = capsys.readouterr().err
-        assert "is for models loaded from a store whose paths depend on the token alone; leave it out" in error
+        assert "is for models loaded from a store whose paths depend on tokens alone; leave it out" in error
         assert error.count("\n") == 1

@@ -3,10 +3,13 @@
 import os
 from json import dumps
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from raytraced.cli.training import find_source
 from raytraced.errors import printable, require
+
+if TYPE_CHECKING:
+    from raytraced.models.paths import Paths
 
 FIRST_ROWS = 20  # of a table that is printed
 
@@ -26,13 +29,14 @@ def paths(
 ) -> None:
     """Print the table of paths of a language model: which experts each word of its vocabulary runs, in which order.
 
-    A path is a list of block:expert pairs in order of activation, numbered from 1. The table exists for models whose path
-    depends on the token alone; such a model reads its paths from the table.
+    A path is a list of block:expert pairs in order of activation, numbered from 1. The table exists for models whose paths
+    depend on tokens alone; such a model reads its paths from the table. Where a path hangs on two tokens (path_tokens=2), a
+    row is the path of a token that follows itself; --text has the paths of its tokens as they follow each other.
 
     Args:
         run: A run folder of a language model, its name in the runs folder, a model file, or a shipped model.
         output: File to write the whole table into: .csv for a row per token, .npz for arrays (default: only print).
-        text: Print the rows of the tokens of this text, instead of the first rows.
+        text: Print the paths of the tokens of this text, instead of the first rows.
         max_experts: Largest number of experts per token, all blocks together.
         json: Print the whole table as JSON, or that of --text, one object per line.
     """
@@ -42,6 +46,8 @@ def paths(
         require(path.suffix in (".csv", ".npz"), "output", output, "must end in .csv or .npz")
         require(path.parent.is_dir(), "output", output, f"folder {str(path.parent)!r} does not exist")
     source = find_source(run, runs_dir, weights)
+    import torch
+
     from raytraced.io.saving import load
     from raytraced.models.gpt import GPT
     from raytraced.models.paths import path_words
@@ -52,25 +58,35 @@ def paths(
     if not isinstance(model, GPT):
         reason = "an image has no token, so its path is known only when it is run"
         raise ValueError(f"{run}: is {model.name}, which is not a language model; {reason}")
-    table = model.paths(stop=stop, experts=experts, effort=effort, max_experts=max_experts)
-    codec = Codec(model)
+    budget: dict[str, Any] = {"stop": stop, "experts": experts, "effort": effort, "max_experts": max_experts}
+    table, codec = model.paths(**budget), Codec(model)
     words = [repr(content)[1:] for content in codec.bytes_of]
     if path is not None:
         table.save(path, words)
-    steps, nums, macs = table.steps(), table.num_active.tolist(), table.macs.tolist()
-    tokens = range(model.vocab_size) if text is None else codec.encode_prompt("text", os.fsencode(text))
-    shown = list(tokens) if json or text is not None else list(tokens)[:FIRST_ROWS]
-    rows = [{"token": token, "text": words[token], "experts": nums[token], "macs": macs[token]} for token in shown]
+    tokens = list(range(model.vocab_size))
+    shown = table
+    if text is not None:
+        tokens = codec.encode_prompt("text", os.fsencode(text))
+        shown = model.plan(torch.tensor(tokens), **budget)
+    num_shown = len(tokens) if json or text is not None else FIRST_ROWS
+    figures = zip(tokens, shown.num_active.tolist(), shown.macs.tolist(), strict=True)
+    rows = [{"token": token, "text": words[token], "experts": num, "macs": macs} for token, num, macs in figures]
+    pairs = list(zip(rows, shown.steps(), strict=True))[:num_shown]
     if json:
-        for row, token in zip(rows, shown, strict=True):
-            print(dumps(row | {"path": [[block + 1, expert + 1] for block, expert in steps[token]]}))
+        for row, steps in pairs:
+            print(dumps(row | {"path": [[block + 1, expert + 1] for block, expert in steps]}))
         return
-    lines = [row | {"path": path_words(steps[token])} for row, token in zip(rows, shown, strict=True)]
-    print_table(make_table(lines))
-    mean, num = sum(nums) / len(nums), len(set(map(tuple, steps)))
-    known = (
-        f"{len(nums):,} tokens have {num:,} different paths; their mean, each token counted once, is {mean:.2f} experts"
-    )
-    print(known if text is not None or len(shown) == len(nums) else f"{known}; the first {len(shown)} are shown")
+    print_table(make_table([row | {"path": path_words(steps)} for row, steps in pairs]))
+    print(describe_table(table, len(pairs) if text is None else None))
+    if model.path_tokens > 1:
+        print("a row is the path of a token that follows itself: blocks 2, 4, … take those of the token before")
     if path is not None:
         print(printable(path))
+
+
+def describe_table(table: "Paths", num_shown: int | None) -> str:
+    """How many paths a table has, how long they are, and how many of its rows are printed; None: rows of a text."""
+    num_tokens, num_paths = len(table.num_active), len(set(map(tuple, table.steps())))
+    mean = f"their mean, each token counted once, is {float(table.num_active.float().mean()):.2f} experts"
+    known = f"{num_tokens:,} tokens have {num_paths:,} different paths; {mean}"
+    return known if num_shown in (None, num_tokens) else f"{known}; the first {num_shown} are shown"

@@ -194,7 +194,7 @@ def parse_deadline(model: "Model", max_bytes: str) -> int:
 
     if not isinstance(model, GPT):
         raise ValueError(
-            f"max_bytes={max_bytes}: is for models loaded from a store whose paths depend on the token alone; leave it out"
+            f"max_bytes={max_bytes}: is for models loaded from a store whose paths depend on tokens alone; leave it out"
         )
     return parse_size("max_bytes", max_bytes)
 

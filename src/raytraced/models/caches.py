@@ -39,6 +39,20 @@ class KVCache:
             self.blocks[block] = keys[:, :, :length], values[:, :, :length]
 
 
+def window_start(length: int, start: int, context: int) -> int:
+    """Where the part of a text begins that the next pass attends to.
+
+    Once that part is longer than the context, it begins again at the last half of the context, so that positions stay those
+    of training.
+
+    Args:
+        length: Number of tokens of the text.
+        start: Where that part began so far.
+        context: The most tokens that the model can attend to.
+    """
+    return start if length - start <= context else length - max(1, context // 2)
+
+
 def tokens_before(tokens_BT: Tensor, mask_BS: Tensor | None, cache: "KVCache | TextCaches | None", slot: int) -> Tensor:
     """The token before each token (B, T); the first token of a text stands before itself.
 

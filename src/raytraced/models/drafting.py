@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from raytraced.errors import require
-from raytraced.models.caches import KVCache, NextTokens
+from raytraced.models.caches import KVCache, NextTokens, window_start
 from raytraced.models.sampling import Drawn, draw_token, kept_probabilities
 from raytraced.router import Call
 from raytraced.rows import flat_stop
@@ -55,7 +55,7 @@ def generate_drafted(model: "GPT", prompt_1T: Tensor, num_tokens: int, options: 
     cache, start, end = KVCache(), 0, len(text) + num_tokens
     while len(text) < end:
         if len(text) - start > model.context:
-            cache, start = KVCache(), len(text) - max(1, model.context // 2)
+            cache, start = KVCache(), window_start(len(text), start, model.context)
         pending = text[start + cache.get_seq_length() :]
         drafts = Drafts([], [])
         if len(pending) == 1:  # a prompt, or a text that begins again, is read without drafts
@@ -65,10 +65,13 @@ def generate_drafted(model: "GPT", prompt_1T: Tensor, num_tokens: int, options: 
         logits_nV, experts_n = check_drafts(model, pending, drafts.tokens, cache, options)
         tokens = accept(logits_nV, drafts, options)
         cache.crop(length + num_read + len(tokens) - 1)
-        text += tokens
         for number, token in enumerate(tokens):
-            token_1 = torch.tensor([token], device=prompt_1T.device)
-            paths = model.describe(token_1, call) if model.path_follows_token else None
+            text.append(token)
+            first = window_start(len(text), start, model.context)
+            token_1, before_1 = (
+                torch.tensor([one], device=prompt_1T.device) for one in (token, text[max(len(text) - 2, first)])
+            )
+            paths = model.describe(token_1, before_1, call) if model.path_follows_token else None
             yield Drawn(token_1, experts_n[number : number + 1], paths, number < len(tokens) - 1)
 
 

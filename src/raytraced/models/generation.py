@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raytraced.errors import require
-from raytraced.models.caches import KVCache
+from raytraced.models.caches import KVCache, window_start
 from raytraced.models.drafting import Drafting, generate_drafted
 from raytraced.models.sampling import Drawn, draw_token
 from raytraced.models.store_reading import byte_budgets, following, read_ahead
@@ -65,13 +65,22 @@ class TextWindow:
         """Whether the next pass reads the window from its start."""
         return not self.cached or not self.cache.get_seq_length()
 
+    @property
+    def next_start(self) -> int:
+        """Where the next pass begins."""
+        return window_start(self.text_BT.shape[1], self.start, self.context)
+
     def begin_again(self) -> None:
-        """Go back to the last half of the context, so that positions stay those of training."""
-        self.cache, self.start = KVCache(), self.text_BT.shape[1] - max(1, self.context // 2)
+        """Go back to the last half of the context."""
+        self.cache, self.start = KVCache(), self.next_start
 
     def pending(self) -> Tensor:
         """The tokens that the next pass reads (B, T)."""
         return self.text_BT[:, self.start + (self.cache.get_seq_length() if self.cached else 0) :]
+
+    def before_last(self) -> Tensor:
+        """The token before the last one of each text (B,); the last one itself where the next pass begins with it."""
+        return self.text_BT[:, max(self.text_BT.shape[1] - 2, self.next_start)]
 
     def append(self, token_B: Tensor) -> None:
         """Add a token to each text."""
@@ -105,7 +114,7 @@ def generate_texts(model: "GPT", prompt_BT: Tensor, num_tokens: int, options: Ge
                 out = model(window.pending(), max_experts=options.max_experts, stop=stop, **own)
             token_B = draw_token(out.logits[:, -1], options.temperature, options.top_p, options.generator)
             window.append(token_B)
-            paths = model.describe(token_B, call) if model.path_follows_token else None
+            paths = model.describe(token_B, window.before_last(), call) if model.path_follows_token else None
             # The next pass runs this token alone, unless it begins again, or there is none.
             is_next = options.cached and number < num_tokens - 1 and not window.is_full
             ahead = read_ahead(grid, paths, by_rank=max_ms is not None) if is_next and max_bytes is None else None

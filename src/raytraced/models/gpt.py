@@ -182,7 +182,7 @@ class GPT(Model):
         experts = ExpertPass(self.layer, call, None if mask is None else mask[:, start:])
         mask_BTS = causal_mask(positions_T, start, mask)
         x_BTD = self._embed(encoded) * self.embedding.embedding_dim**0.5
-        if self.plans_tokens:
+        if self.path_follows_token:
             experts.plan = self._plan_pass(encoded, mask, cache, experts)
         if max_bytes is not None:
             read_budgets = read_budgets or byte_budgets(self, max_bytes, len(encoded))
@@ -235,12 +235,7 @@ class GPT(Model):
 
     @property
     def path_follows_token(self) -> bool:
-        """Whether a token's path through all blocks depends on the token alone."""
-        return self.plans_tokens and self.path_tokens == 1
-
-    @property
-    def plans_tokens(self) -> bool:
-        """Whether paths depend on tokens alone, so that they are rows of a table."""
+        """Whether a token's path through all blocks is known when the token is known: it consists of rows of a table."""
         return self.routing_input in ("token", "embedding")
 
     def _plan_pass(
@@ -315,6 +310,7 @@ class GPT(Model):
         self,
         tokens: Tensor,
         *,
+        before: Tensor | None = None,
         stop: StopPerRow | None = None,
         max_experts: int | None = None,
         experts: float | None = None,
@@ -324,6 +320,8 @@ class GPT(Model):
 
         Args:
             tokens: Tokens of any shape (...).
+            before: The token before each of them (...), where paths hang on two tokens. Default: the last axis is a text,
+                whose first token stands before itself.
             stop: As for `forward`: a number, or a tensor like the tokens (...).
             experts, effort: As for `forward`.
             max_experts: At most this many experts per token, all blocks together. Default: no limit.
@@ -332,20 +330,31 @@ class GPT(Model):
             Paths with `active` (..., L, N), `weights` (..., L, N), `nodes` (..., S) in order of activation, `num_active`
             (...) and `macs` (...); its `experts_by_block()` are the experts to fetch.
         """
-        if not self.path_follows_token:
-            rule = "a token's path hangs on the token before it, too; only with path_tokens=1 is there a table"
-            require(not self.plans_tokens, "path_tokens", self.path_tokens, f"{self.name}: {rule}")
-            rule = "a token's path depends on the text before it; only with token or embedding is it known beforehand"
-            require(False, "routing_input", self.routing_input, f"{self.name}: {rule}")
-        require(not tokens.is_floating_point(), "tokens", tokens.dtype, "must be whole numbers")
-        inside = not tokens.numel() or (int(tokens.min()) >= 0 and int(tokens.max()) < self.vocab_size)
-        require(inside, "tokens", "[…]", f"some are not in 0 … {self.vocab_size - 1}, the vocabulary")
+        rule = "a token's path depends on the text before it; only with token or embedding is it known beforehand"
+        require(self.path_follows_token, "routing_input", self.routing_input, f"{self.name}: {rule}")
+        self._check_words("tokens", tokens)
+        if before is None:
+            before = torch.cat((tokens[..., :1], tokens[..., :-1]), -1) if tokens.ndim else tokens
+        else:
+            require(self.path_tokens > 1, "before", "[…]", "is for paths that hang on two tokens; leave it out")
+            require(
+                before.shape == tokens.shape, "before", tuple(before.shape), f"must be {tuple(tokens.shape)}, as tokens"
+            )
+            self._check_words("before", before)
         stop = flat_stop(self.resolve_budget(stop, experts, effort), tokens.shape)
-        return self.describe(tokens, Call("greedy", max_experts, stop=stop))
+        return self.describe(tokens, before, Call("greedy", max_experts, stop=stop))
 
-    def describe(self, tokens: Tensor, call: Call) -> Paths:
-        """The paths of tokens (...) that are known to be words of the vocabulary."""
+    def _check_words(self, name: str, tokens: Tensor) -> None:
+        """Refuse tokens that are not words of the vocabulary."""
+        require(not tokens.is_floating_point(), name, tokens.dtype, "must be whole numbers")
+        inside = not tokens.numel() or (int(tokens.min()) >= 0 and int(tokens.max()) < self.vocab_size)
+        require(inside, name, "[…]", f"some are not in 0 … {self.vocab_size - 1}, the vocabulary")
+
+    def describe(self, tokens: Tensor, before: Tensor, call: Call) -> Paths:
+        """The paths of tokens (...) after other tokens (...); both are known to be words of the vocabulary."""
         choice = self._plan_tokens(tokens.flatten(), call)
+        if self.path_tokens > 1:
+            choice = alternate(choice, self._plan_tokens(before.flatten(), call), call.max_experts)
         return describe_paths(choice, kernels.expert_macs(self.layer.experts, self.layer.dim), tokens.shape)
 
     def paths(
@@ -358,6 +367,9 @@ class GPT(Model):
     ) -> Paths:
         """The table of all paths: one row for every word of the vocabulary.
 
+        Where paths hang on two tokens, a row is the path of a word that follows itself: that of word b after word a has
+        blocks 1, 3, … of row b and blocks 2, 4, … of row a.
+
         Args:
             stop, experts, effort: As for `forward`.
             max_experts: At most this many experts per token, all blocks together. Default: no limit.
@@ -366,7 +378,8 @@ class GPT(Model):
             Paths with the leading shape (V,), as from `plan`.
         """
         words_V = torch.arange(self.vocab_size, device=self.embedding.weight.device)
-        return self.plan(words_V, stop=stop, max_experts=max_experts, experts=experts, effort=effort)
+        own = words_V if self.path_tokens > 1 else None
+        return self.plan(words_V, before=own, stop=stop, max_experts=max_experts, experts=experts, effort=effort)
 
     def check(self, tokens_BT: Tensor, mask: Tensor | None, cache: KVCache | TextCaches | None) -> None:
         """Refuse an input that is not a batch of tokens or of embeddings, or that is too long."""
@@ -396,7 +409,7 @@ class GPT(Model):
             macs = macs + attended_T + sum(int(part.macs) for part in parts)
             parameters += num_parameters(block)
         grid = self.layer.cost(out.routes[0])
-        routing = Cost(0, 0) if self.plans_tokens else grid["routing"]
+        routing = Cost(0, 0) if self.path_follows_token else grid["routing"]
         return {"input": Cost(macs, parameters), "routing": routing, "experts": grid["experts"], "head": head}
 
     def generate(

@@ -1,4 +1,4 @@
-"""Paths through a whole decoder that depend on the token alone: a table with a row for every word of the vocabulary.
+"""Paths through a whole decoder that depend on tokens alone: a table with a row for every word of the vocabulary.
 
 Axes: V vocabulary, L blocks, N experts per block, S longest path, n tokens.
 """

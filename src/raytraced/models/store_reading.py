@@ -35,7 +35,7 @@ def time_limit(model: "GPT", max_ms: float) -> TimeLimit:
 def planned_store(model: "GPT", option: str, value: object) -> StoredExperts:
     """The experts in a store whose paths are known beforehand; refuses an option for which there must be such."""
     grid = model.layer.experts
-    rule = "is for models loaded from a store whose paths depend on the token alone; leave it out"
+    rule = "is for models loaded from a store whose paths depend on tokens alone; leave it out"
     require(isinstance(grid, StoredExperts) and model.path_follows_token, option, value, rule)
     assert isinstance(grid, StoredExperts)
     return grid

@@ -103,7 +103,8 @@ class TextBatch:
             return
         first = next_texts[0]
         call = Call("greedy", first.query.max_experts, stop=first.text.stop)
-        paths = model.describe(torch.tensor([one.pending[0] for one in next_texts]), call)
+        tokens, before = ([one.pending[0] for one in next_texts], [one.text.before_last() for one in next_texts])
+        paths = model.describe(torch.tensor(tokens), torch.tensor(before), call)
         plan = read_ahead(model.layer.experts, paths)
         if plan is not None:
             self.ahead[id(first)] = plan
