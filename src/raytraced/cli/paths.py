@@ -78,7 +78,7 @@ def paths(
         return
     print_table(make_table([row | {"path": path_words(steps)} for row, steps in pairs]))
     print(describe_table(table, len(pairs) if text is None else None))
-    if model.path_tokens > 1:
+    if model.path_tokens > 1 and text is None:
         print("a row is the path of a token that follows itself: blocks 2, 4, … take those of the token before")
     if path is not None:
         print(printable(path))
