@@ -39,7 +39,6 @@ class DataPlan:
     extends: bool = (
         True  # whether a search continues while the best rate is at the edge; False: as many runs for every model
     )
-    rates_of: str = ""  # the data set whose learning rates it uses in place of a search
     epoch_seconds: float = 1.0  # of MRE on one core; for the first estimate of the time, and for the order of runs
 
     @property
@@ -102,13 +101,13 @@ QUICK = Scale(
 WIDE_OPTIONS = {"dim": 128}
 WIDE = Scale("full", {"union": replace(FULL.data["union"], options=WIDE_OPTIONS, epoch_seconds=12.0)}, 5, 5, (), "", 0)
 
-# Text: small decoders with 16 experts per block; an epoch is 250 steps of 1,024 bytes. Both texts share the searches.
+# Text: small decoders with 16 experts per block; an epoch is 250 steps of 1,024 bytes.
 WINDOWS = {"context": 64, "steps": 250, "eval_tokens": 32768}
 BYTES = DataPlan(
     6, 1, False, False, (3e-3, 6e-3, 1.2e-2), (), {"dim": 64, "hidden": 128, "depth": 4},
     {"batch_size": 16, "warmup": 0.2, "data_options": WINDOWS}, extends=False, epoch_seconds=18.0,
 )  # fmt: skip
-TEXT = Scale("full", {"enwik8": BYTES, "mix": replace(BYTES, rates_of="enwik8")}, 5, 5, (), "", 0)
+TEXT = Scale("full", {"enwik8": BYTES}, 5, 5, (), "", 0)
 # The same decoders over words of 2.5 bytes, for three times as many steps.
 TOKENIZER = (
     "experiments/reproduce/enwik8-2048.json"  # written by `python -m experiments.tokenizer`; seen from the clone
@@ -188,10 +187,9 @@ class Planner:
         planned: list[Run] = []
         for variant, data in product(models, names):
             source, family = variant.tuned_as or variant, variant.family or variant.label
-            searched = self.scale.data[data].rates_of or data
-            lr = variant.lr or self.scale.fixed_lr or self.rates.get(searched, {}).get(source.label)
+            lr = variant.lr or self.scale.fixed_lr or self.rates.get(data, {}).get(source.label)
             if lr is None:
-                planned += self.search(source, searched)
+                planned += self.search(source, data)
                 continue
             for seed in seeds:
                 config = self.configure(variant, data, seed, epochs or self.scale.data[data].epochs, lr)

@@ -65,7 +65,7 @@ def test_table_2_counts_parameters_as_the_paper_does(results):
         "MNIST, MRE, our recipe",
         "40,202",
         "20,618",
-        "8.00",
+        "8.00 ± 0.00",
         "40,202",
         "20,275",
         "7.5",

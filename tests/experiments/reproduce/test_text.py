@@ -32,7 +32,7 @@ TINY = replace(
 
 def test_all_models_are_trained_alike_except_for_their_recipe():
     runs = collect_runs(["text"], Planner(TEXT, RATES), None)
-    assert {run.data for run in runs} == {"enwik8", "mix"}
+    assert {run.data for run in runs} == {"enwik8"}
     shared = (
         "epochs",
         "batch_size",
@@ -55,7 +55,7 @@ def test_all_models_are_trained_alike_except_for_their_recipe():
         assert {run.config.lr for run in mine} == {rate}, label
 
 
-def test_all_searches_have_as_many_runs_and_serve_both_texts():
+def test_all_searches_have_as_many_runs():
     runs = collect_runs(["text"], Planner(TEXT, {}), None)
     assert {(run.group, run.data) for run in runs} == {("search", "enwik8")}
     searched = Counter(run.family for run in runs)
