@@ -42,6 +42,7 @@ from experiments.reproduce.report import wide_results
 from experiments.reproduce.tables import (
     ACCURACY,
     USE,
+    equal_cost_table,
     final_loss_table,
     frontier_table,
     gain_over_fixed,
@@ -470,6 +471,12 @@ def second_recipe_rows() -> list[str]:
     return second_recipe_table(Store(folder / "records").results(every_run(find_plan(FULL, folder)))).lines()
 
 
+def equal_cost_rows() -> list[str]:
+    """The two recipes at equal multiply-adds."""
+    folder = ROOT / "results"
+    return equal_cost_table(Store(folder / "records").results(every_run(find_plan(FULL, folder)))).lines()
+
+
 def wide_rows() -> list[str]:
     """Every model on the union at width 128."""
     return frontier_table(wide_results(ROOT / "results"), "union").lines()
@@ -509,7 +516,7 @@ def aims_table() -> list[str]:
         whole = f"{100 * spread(one.accuracy for one in ours).mean:.2f}, {spread(one.experts for one in ours).mean:.2f}"
         stopped = [spread(point[name] for point in points).mean for name in ("accuracy", "experts")]
         gains = [100 * gain_over_fixed(one.early_exit, 0.1) for one in ours]
-        differences = [in_points(gains), in_points(points_ahead(ours, dense))]
+        differences = [in_points(gains), str(points_ahead(ours, dense))]
         rank = [cell.strip() for cell in ranks[DATA_NAMES[data]]]
         rows.append([DATA_NAMES[data], whole, f"{100 * stopped[0]:.2f}, {stopped[1]:.2f}", aim, *differences, *rank])
     return [f"| {' | '.join(cells)} |" for cells in rows]
@@ -531,7 +538,7 @@ def exits_table() -> list[str]:
                  ("mre", *(f"{name}-exits" for name in baselines))}  # fmt: skip
         known = {label: [one for one in found if one is not None] for label, found in seeds.items()}
         rows.append(
-            [DATA_NAMES[data], *(in_points(points_ahead(known["mre"], known[f"{name}-exits"])) for name in baselines)]
+            [DATA_NAMES[data], *(str(points_ahead(known["mre"], known[f"{name}-exits"])) for name in baselines)]
         )
     return [f"| {' | '.join(cells)} |" for cells in rows]
 
@@ -637,6 +644,7 @@ WRITTEN = {
     "<!-- reading: make tables writes this table -->\n": reading_table,
     "<!-- final loss: make tables writes this table -->\n": final_loss_rows,
     "<!-- second recipe: make tables writes this table -->\n": second_recipe_rows,
+    "<!-- equal cost: make tables writes this table -->\n": equal_cost_rows,
     "<!-- wide: make tables writes this table -->\n": wide_rows,
     "<!-- wide, ours: make tables writes this table -->\n": lambda: against_table(
         wide_results(ROOT / "results")

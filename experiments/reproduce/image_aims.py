@@ -1,7 +1,7 @@
 """The rules of benchmarks/aims-images.md: the second recipe to the end, at every budget, and with early exit."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -104,6 +104,12 @@ def error_level(point: Point) -> Level:
     return Level(point.records[0].label, 100 - percent.mean, percent.error, point.macs, point.experts)
 
 
+def above_line(ours: Point, others: Iterable[Point]) -> Difference:
+    """Points of accuracy above the line of some baselines at our multiply-adds."""
+    one = gap(error_level(ours), frontier(map(error_level, others)))
+    return Difference(-one.bits, one.error)
+
+
 def below_line(results: Results, data: str) -> list[Difference]:
     """Rule 2: for each budget the points of accuracy above the line of the baselines at its multiply-adds."""
     line = frontier(error_level(one) for one in baselines(results, data))
@@ -123,16 +129,19 @@ def one_checkpoint(results: Results) -> list[Row]:
     return rows
 
 
-def points_ahead(ours: Sequence[Record], baseline: Sequence[Record]) -> list[float]:
-    """Seed by seed: accuracy of ours with early exit, less that on the line through the baseline's points at equal macs."""
-    ahead = []
-    others = {other.seed: other for other in baseline}
-    for one, other in ((one, others[one.seed]) for one in ours if one.seed in others):
-        point = shown_point(one)
-        line = sorted((row["macs"], row["accuracy"]) for row in other.early_exit["points"])
-        macs, accuracies = (list(column) for column in zip(*line, strict=True))
-        ahead.append(100 * (point["accuracy"] - float(np.interp(point["macs"], macs, accuracies))))
-    return ahead
+def accuracy_at(rows: Iterable[Mapping[str, float]], macs: float) -> float:
+    """The accuracy of one model at some multiply-adds, linearly between its settings."""
+    line = sorted((row["macs"], row["accuracy"]) for row in rows)
+    costs, accuracies = (list(column) for column in zip(*line, strict=True))
+    return float(np.interp(macs, costs, accuracies))
+
+
+def points_ahead(ours: Sequence[Record], baseline: Sequence[Record]) -> Difference:
+    """Points of accuracy of ours with early exit above the baseline with its thresholds, at the mean macs of ours."""
+    shown = [shown_point(one) for one in ours]
+    macs = spread(point["macs"] for point in shown).mean
+    others = spread(accuracy_at(other.early_exit["points"], macs) for other in baseline)
+    return difference(in_percent(spread(point["accuracy"] for point in shown)), in_percent(others))
 
 
 def with_exits(results: Results, data: str) -> dict[str, Difference]:
@@ -142,8 +151,7 @@ def with_exits(results: Results, data: str) -> dict[str, Difference]:
     for label in BASELINES_WITH_EXITS:
         others = results.of(data, label)
         if others:
-            ahead = spread(points_ahead(ours, others))
-            found[label] = Difference(ahead.mean, ahead.error)
+            found[label] = points_ahead(ours, others)
     return found
 
 
@@ -170,6 +178,29 @@ def is_default(results: Results) -> Row:
         pairs["early exit"] = difference(stopped[1], stopped[0])
         behind += [f"{DATA_NAMES[data]}, {name} {one}" for name, one in pairs.items() if one.verdict == BEHIND]
     return Row("", not behind, f"behind on {'; '.join(behind)}" if behind else "nowhere behind")
+
+
+class EqualCost(NamedTuple):
+    """The second recipe less the first at equal multiply-adds, in points of accuracy."""
+
+    to_the_end: Difference  # the second one's dial turned until it costs what the first one costs
+    few_experts: Difference  # the first one with at most so many experts that it costs what the second one costs
+    early_exit: Difference  # the first one's thresholds at the mean multiply-adds of the second one
+
+
+def equal_cost(results: Results, data: str) -> EqualCost:
+    """Both recipes at equal multiply-adds, which the rule on the default does not compare."""
+    first, second = results.of(data, MRE_FINAL.label), results.of(data, OURS)
+    first_macs, second_macs = (results.point(data, label).macs for label in (MRE_FINAL.label, OURS))
+
+    def less(second_accuracies: Iterable[float], first_accuracies: Iterable[float]) -> Difference:
+        return difference(in_percent(spread(second_accuracies)), in_percent(spread(first_accuracies)))
+
+    return EqualCost(
+        less((accuracy_at(one.dial, first_macs) for one in second), (one.accuracy for one in first)),
+        less((one.accuracy for one in second), (accuracy_at(one.budgets, second_macs) for one in first)),
+        points_ahead(results.of(data, EXITS), results.of(data, MRE.label)),
+    )
 
 
 def shown_point(record: Record) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from experiments.reproduce.image_aims import above_line
 from experiments.reproduce.reading_aims import Difference, difference, in_percent, strongest
 from experiments.reproduce.records import Point, Results
 from experiments.reproduce.tables import SEARCH_NOTE, Table, count_seeds, frontier_table, percent, search_table
@@ -31,7 +32,8 @@ def against_table(results: Results) -> Table:
         if best is not None:
             above: Difference = difference(in_percent(one.accuracy), in_percent(best.accuracy))
             row = [one.records[0].label, percent(one), f"{one.macs:,.0f}", best.records[0].label, percent(best)]
-            rows.append([*row, f"{best.macs:,.0f}", str(above), above.verdict])
+            line = above_line(one, baselines)
+            rows.append([*row, f"{best.macs:,.0f}", str(above), above.verdict, str(line), line.verdict])
     header = [
         "model",
         "accuracy %",
@@ -41,10 +43,12 @@ def against_table(results: Results) -> Table:
         "its MACs",
         "points above",
         "",
+        "points above the line",
+        "",
     ]
     note = (
         f"Mean ± standard error over {count_seeds(one.accuracy.num for one in ours)}. *Level*: the difference is below two "
-        "standard errors."
+        "standard errors. *The line* joins the baselines that no cheaper one surpasses, read at the model's multiply-adds."
     )
     return Table("MRE beside the best baseline of its cost", header, rows, note)
 

@@ -11,7 +11,7 @@ from experiments.reproduce.image_aims import (
     to_the_end,
     verdicts,
 )
-from experiments.reproduce.records import Results
+from experiments.reproduce.records import Results, spread
 
 SEEDS = range(5)
 
@@ -100,6 +100,47 @@ def test_early_exit_is_compared_on_the_line_of_each_baseline(record, gain, holds
     (row,) = early_exit(Results(found))
     assert row.holds == holds, row.found
     assert "dense-8-exits" in row.found
+
+
+def test_seeds_of_two_models_are_not_paired(record):
+    """Ours and the baseline differ by as much in every seed, but the seeds themselves differ."""
+    found = [*stopped(record, "mre-budgets-exits", 0.9), *stopped(record, "dense-8-exits", 0.9)]
+    results = Results(found)
+    ahead = image_aims.points_ahead(results.of("mnist", "mre-budgets-exits"), results.of("mnist", "dense-8-exits"))
+    seeds = spread(seed / 100 for seed in SEEDS)  # in percent
+    assert ahead.mean == pytest.approx(-1.0)  # 1,000 multiply-adds more, halfway between two points 2 points apart
+    assert ahead.error == pytest.approx(2**0.5 * seeds.error)
+
+
+def test_a_model_is_compared_with_the_line_at_its_cost(record, baselines):
+    (one,) = {round(image_aims.error_level(point).macs) for point in [make_point(record, 0.92)]}
+    assert one == round(macs(3))
+    for accuracy, above in ((0.92, 0.0), (0.93, 1.0), (0.91, -1.0)):
+        points = [Results(baselines).point("mnist", f"dense-{num}") for num in (1, 5)]
+        assert image_aims.above_line(make_point(record, accuracy), points).mean == pytest.approx(above, abs=0.02)
+
+
+def make_point(record, accuracy):
+    """A model with three experts."""
+    found = [record("mnist", "mre-final-loss", seed, accuracy=accuracy + seed / 10_000, experts=3.0) for seed in SEEDS]
+    return Results(found).point("mnist", "mre-final-loss")
+
+
+def test_both_recipes_are_compared_at_equal_cost(record):
+    """The first has 94 % with 5 experts, and 90 % with at most 3; the second 92 % with 3, and 93 % with 5 by its dial."""
+
+    def rows(*settings):
+        return [{"experts": num, "macs": macs(num), "accuracy": accuracy} for num, accuracy in settings]
+
+    budgets = rows((1, 0.88), (3, 0.90), (5, 0.94))
+    found = [record("mnist", "mre-final-loss", seed, accuracy=0.94, experts=5.0, budgets=budgets) for seed in SEEDS]
+    dial = rows((1, 0.91), (5, 0.93))
+    found += [record("mnist", "mre-budgets", seed, accuracy=0.92, experts=3.0, dial=dial) for seed in SEEDS]
+    found += [*stopped(record, "mre", 0.9), *stopped(record, "mre-budgets-exits", 0.95)]
+    one = image_aims.equal_cost(Results(found), "mnist")
+    assert one.to_the_end.mean == pytest.approx(-1.0)
+    assert one.few_experts.mean == pytest.approx(2.0)
+    assert one.early_exit.mean == pytest.approx(5.0)
 
 
 def test_early_exit_is_not_decided_before_eight_blocks_with_exits_are_there(record):

@@ -75,5 +75,6 @@ def test_ours_is_compared_with_the_best_of_at_most_its_cost(ours, verdict):
     found += [record("dense-1", seed, 0.70, 50.0) for seed in range(5)]
     found += [record("threshold", seed, 0.75 + seed / 1000, 90.0) for seed in range(5)]
     found += [record("top-k", seed, 0.99, 110.0) for seed in range(5)]  # more accurate, but costs more
-    ((name, _, _, best, *_, shown),) = against_table(Results(found)).rows
+    ((name, _, _, best, _, _, _, shown, _, on_line),) = against_table(Results(found)).rows
     assert (name, best, shown) == ("mre-final-loss", "threshold", verdict)
+    assert on_line == "behind"  # halfway between 75 and 99 %
