@@ -3,7 +3,8 @@
     python -m experiments.reproduce --only early-exit                       # trains the models
     python -m experiments.early_exit_seconds results/runs        # writes early-exit-seconds.md beside it
 
-MRE is the shipped model; on the union it has seed 0, as all others. Thresholds from validation images, the cheapest that
+MRE is the shipped model, the best of its seeds on validation images; on the union, and for all others, seed 0: accuracies
+here are not comparable. Thresholds from validation images, the cheapest that
 loses at most 0.1 points. Models are timed in turns; the time for 1,000 images is a median, that for one image a mean. The
 first 10 × 1,000 test images, then the first 400 of them one by one: all models with early exit, then all without, since a
 model that follows itself finds its weights in the cache. `no early exit` is the same model without exits. MRE exits inside
