@@ -33,6 +33,7 @@ from docstring_parser import parse_from_object
 from PIL import Image
 
 import raytraced as rt
+from experiments.reproduce.claims import shorter_gain
 from experiments.reproduce.command import find_plan
 from experiments.reproduce.image_aims import points_ahead
 from experiments.reproduce.plan import FULL, OWN_FOLDERS, TEXT_PARTS, every_run
@@ -739,19 +740,19 @@ def test_the_figures_of_the_readme_are_those_of_the_records():
     mnist, fashion = (
         [store.records[f"main-{data}-mre-s{seed}"] for seed in range(5)] for data in ("mnist", "fashion-mnist")
     )
-    along = [100 * spread(run.budgets[budget]["accuracy"] for run in mnist).mean for budget in (0, 1, 2, 4)]
-    assert ", ".join(f"{mean:.1f}" for mean in along) + " %" in text
-    points = [run.early_exit["points"][1] for run in fashion]
-    early, whole = spread(point["experts"] for point in points), spread(run.experts for run in fashion)
-    assert f"{early.mean:.1f} experts per image in place of {whole.mean:.1f}" in text
-    assert (
-        spread(100 * (run.accuracy - point["accuracy"]) for run, point in zip(fashion, points, strict=True)).mean < 0.1
+    plain, results = " ".join(text.split()), Results(store.records.values())
+    along = [100 * spread(run.budgets[budget]["accuracy"] for run in mnist).mean for budget in (1, 2, 4)]
+    dense = [100 * results.point("mnist", f"dense-{num}").accuracy.mean for num in (1, 2, 4)]
+    assert f"1, 2, 4 experts: {', '.join(f'{mean:.1f}' for mean in along)} %" in plain
+    assert f"trained for 1, 2, 4: {', '.join(f'{mean:.1f}' for mean in dense)} %" in plain
+    stopped = [exit_experts(runs) for runs in (fashion, results.of("fashion-mnist", "threshold-exits"))]
+    assert f"at most 0.1 points: {stopped[0]} (a threshold: {stopped[1].replace('experts ', '')})" in plain
+    with_target, without = (
+        spread(100 * shorter_gain(run) for run in runs)
+        for runs in (fashion, results.of("fashion-mnist", "mre-final-loss"))
     )
-    halves = json.loads((ROOT / "results/summary.json").read_text())["claims"]["easy images"]["evidence"]
-    found = re.search(r"mre, Fashion-MNIST \+([\d.]+ ± [\d.]+) points", halves)[1]
-    assert found in text
-    plain = " ".join(text.split())
-    results = Results(store.records.values())
+    assert f"{with_target.mean:.1f} ± {with_target.error:.1f} points better" in plain
+    assert f"without, {without.mean:.1f} ± {without.error:.1f}" in plain
     leads = [
         difference(
             in_percent(results.point(data, label).accuracy), in_percent(results.point(data, "mre-final-loss").accuracy)
@@ -763,19 +764,30 @@ def test_the_figures_of_the_readme_are_those_of_the_records():
     lowest, highest = (f"{choose(one.mean for one in leads):.1f}" for choose in (min, max))
     assert f"lead by {lowest} to {highest} points on three of four sets" in plain
     texts = Results(Store(ROOT / "results/text-main/records").records.values())
-    labels = ("mre-range", "hash-1", "top-2-balance", "top-4-balance")
+    labels = ("mre-range", "hash-1", "hash-2", "top-2-balance", "top-4-balance")
     levels = {label: model_level(label, texts.of("enwik8", label)) for label in labels}
     shown = {label: f"{level.bits:.3f} ± {level.error:.3f}" for label, level in levels.items()}
     mre = levels["mre-range"]
-    assert f"MRE takes {shown['mre-range']} bits per byte with {mre.experts:.1f} experts per block" in plain
-    assert f"top-2 {shown['top-2-balance']}, top-4 {shown['top-4-balance']}" in plain
-    assert f"a random table with one expert {shown['hash-1']}" in plain
+    assert f"MRE {shown['mre-range']} with {mre.experts:.1f} experts per block" in plain
+    assert f"balanced top-2 {shown['top-2-balance']}, balanced top-4 {shown['top-4-balance']}" in plain
+    assert f"random tables {shown['hash-1']} with one expert, {shown['hash-2']} with two" in plain
     for label in ("top-2-balance", "top-4-balance"):  # "beats"
         assert levels[label].bits - mre.bits > 2 * math.hypot(levels[label].error, mre.error)
     assert abs(levels["hash-1"].bits - mre.bits) < 2 * math.hypot(levels["hash-1"].error, mre.error)  # "as good"
     dial = dial_levels(texts.of("enwik8", "mre-range"))
-    bits, experts = ([getattr(one, name) for one in dial] for name in ("bits", "experts"))
-    assert f"{min(bits):.2f} to {max(bits):.2f} bits from {min(experts):.1f} to {max(experts):.1f} experts" in plain
+    fewest = min(dial, key=lambda level: level.experts)
+    rest = {f"{one.bits:.2f}" for one in dial if one.experts >= mre.experts}
+    found = f"{fewest.experts:.1f} experts {fewest.bits:.2f}, from {mre.experts:.1f} {', '.join(rest)}"
+    assert f"One checkpoint: {found}." in plain
+
+
+def exit_experts(runs: list[Record]) -> str:
+    """The experts per image with early exit and without, where it loses at most 0.1 points on test images, too."""
+    points = [run.early_exit["points"][1] for run in runs]
+    lost = spread(100 * (run.accuracy - point["accuracy"]) for run, point in zip(runs, points, strict=True))
+    assert lost.mean < 0.1
+    early, whole = spread(point["experts"] for point in points), spread(run.experts for run in runs)
+    return f"{early.mean:.1f} experts of {whole.mean:.1f}"
 
 
 def test_the_numbers_of_experts_on_harder_data_are_those_of_the_records():
