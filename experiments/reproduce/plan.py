@@ -242,10 +242,10 @@ PARTS = {
     "early-exit": "Early exit: accuracy against MACs",
     "wide": "Accuracy against MACs on the union, with experts of width 128",
     "text": "Bits per byte against MACs: language models",
-    "pairs": "The same on bytes for paths that hang on two tokens, into the folder of text",
+    "pairs": "The same on bytes for paths that depend on two tokens, into the folder of text",
     "words": "The same over words of several bytes, trained for longer",
     "main": "The same at the main size: words, trained for longest, a search for each model",
-    "main-pairs": "The main size for paths that hang on two tokens, into its folder",
+    "main-pairs": "The main size for paths that depend on two tokens, into its folder",
     "ship": "Trained models for the package",
 }
 TEXT_PARTS = {"text": TEXT, "pairs": TEXT, "words": TEXT_WORDS, "main": TEXT_MAIN, "main-pairs": TEXT_MAIN}

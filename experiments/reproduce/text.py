@@ -143,7 +143,7 @@ def dial_table(results: Results, data: str, scale: Scale = TEXT) -> Table:
 
 
 def pair_dial_table(results: Results, data: str, scale: Scale = TEXT) -> Table:
-    """The same for the models whose paths hang on two tokens."""
+    """The same for the models whose paths depend on two tokens."""
     title = f"Two tokens, one checkpoint, any budget: {DATA_NAMES[data]}"
     if not any(results.of(data, label) for label in TWO_TOKENS.ours):
         return Table(title, [], [])

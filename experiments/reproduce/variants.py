@@ -218,7 +218,7 @@ TEXT_ROWS = {"text": text_variants, "words": word_variants, "main": main_text_va
 
 
 def two_tokens(labels: Iterable[str]) -> tuple[Variant, ...]:
-    """Models whose paths hang on two tokens: every second block has that of the token before. Each has its own search."""
+    """Models whose paths depend on two tokens: every second block has that of the token before. Each has its own search."""
     main = {one.label: one for one in text_variants()}
     return tuple(
         replace(main[label], label=f"{label}-pair", options=main[label].options | {"path_tokens": 2}, tuned_as=None)
@@ -227,7 +227,7 @@ def two_tokens(labels: Iterable[str]) -> tuple[Variant, ...]:
 
 
 def pair_text_variants() -> tuple[Variant, ...]:
-    """The models on bytes whose paths hang on two tokens."""
+    """The models on bytes whose paths depend on two tokens."""
     return two_tokens(("mre", "mre-range", "hash-1", "hash-2", "planned-2"))
 
 

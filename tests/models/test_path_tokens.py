@@ -1,4 +1,4 @@
-"""Paths that hang on two tokens: every second block runs what the path of the token before has there."""
+"""Paths that depend on two tokens: every second block runs what the path of the token before has there."""
 
 import pytest
 import torch
@@ -201,7 +201,7 @@ def test_bad_input_is_one_line():
     with pytest.raises(ValueError, match=r"^path_tokens=3: must be 1 or 2$"):
         build(path_tokens=3)
     for name, routing_input in (("mre", "first-block"), ("top-k", "block")):
-        with pytest.raises(ValueError, match=r"^path_tokens=2: paths hang on no single token"):
+        with pytest.raises(ValueError, match=r"^path_tokens=2: paths depend on no single token"):
             build(name, routing_input=routing_input)
     model = build(routing_input="embedding")
     with pytest.raises(ValueError, match=r"^path_tokens=2: must be 1 for embeddings in place of tokens"):
@@ -214,7 +214,7 @@ def test_bad_input_is_one_line():
     ):
         with pytest.raises(ValueError, match=message):
             plan(tokens(), before=before)
-    with pytest.raises(ValueError, match=r"^before=\[…\]: is for paths that hang on two tokens; leave it out$"):
+    with pytest.raises(ValueError, match=r"^before=\[…\]: is for paths that depend on two tokens; leave it out$"):
         build(path_tokens=1).plan(tokens(), before=tokens())
-    with pytest.raises(ValueError, match=r"^pairs: its paths hang on 2 tokens; the page runs those of one$"):
+    with pytest.raises(ValueError, match=r"^pairs: its paths depend on 2 tokens; the page runs those of one$"):
         pack_model("pairs", build())

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not kernels.available(), reason="the compiled ke
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one token", "two tokens"])
 def folder(request, tmp_path_factory):
-    """One language model, whose paths hang on one token or two, as a plain file and as a store."""
+    """One language model, whose paths depend on one token or two, as a plain file and as a store."""
     folder = tmp_path_factory.mktemp("stored")
     torch.manual_seed(0)
     sizes = {"dim": 16, "hidden": 8, "depth": 3, "num_heads": 2, "context": 64, "num_experts": 4}

@@ -21,7 +21,7 @@ from raytraced.serve.text_batch import MOST_PROMPTS, TextBatch
 def served(request):
     torch.manual_seed(0)
     sizes = {"dim": 48, "num_heads": 3, "depth": 3, "context": 24, "hidden": 40, "num_experts": 5}
-    options = sizes | {"path_tokens": request.param}  # how many tokens a path hangs on
+    options = sizes | {"path_tokens": request.param}  # how many tokens determine a path
     return Served("gpt-mre", raytraced.build("gpt-mre", **options).eval(), "")
 
 

@@ -17,7 +17,7 @@ SIZES = {"dim": 16, "hidden": 24, "depth": 2, "num_heads": 2, "context": 12, "nu
 
 @pytest.fixture(params=[1, 2], ids=["one token", "two tokens"])
 def text_store(request, tmp_path):
-    """A language model of two blocks of six experts, whose paths hang on one token or two, in memory, and its store."""
+    """A language model of two blocks of six experts, whose paths depend on one token or two, in memory, and its store."""
     whole = raytraced.build("gpt-mre", path_tokens=request.param, **SIZES).eval()
     raytraced.save(whole, tmp_path / "store.safetensors", store=True)
     return whole, tmp_path / "store.safetensors"

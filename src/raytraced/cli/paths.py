@@ -30,7 +30,7 @@ def paths(
     """Print the table of paths of a language model: which experts each word of its vocabulary runs, in which order.
 
     A path is a list of block:expert pairs in order of activation, numbered from 1. The table exists for models whose paths
-    depend on tokens alone; such a model reads its paths from the table. Where a path hangs on two tokens (path_tokens=2), a
+    depend on tokens alone; such a model reads its paths from the table. Where a path depends on two tokens (path_tokens=2), a
     row is the path of a token that follows itself; --text has the paths of its tokens as they follow each other.
 
     Args:

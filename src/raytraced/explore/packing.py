@@ -42,7 +42,7 @@ def unpackable_reason(model: Model) -> str | None:
     if isinstance(model, GPT) and model.tokenizer is not None:
         return "it has a tokenizer; the page runs models of bytes"
     if isinstance(model, GPT) and model.path_tokens > 1:
-        return f"its paths hang on {model.path_tokens} tokens; the page runs those of one"
+        return f"its paths depend on {model.path_tokens} tokens; the page runs those of one"
     return None
 
 

@@ -65,7 +65,7 @@ class RaytracedConfig(PreTrainedConfig):
         layer_options: Options of the router and the experts; defaults are filled in, old names are translated.
         routing_input: What the router reads; see `raytraced.GPT`.
         routing_dim: Width of the routing embedding, where there is one.
-        path_tokens: How many tokens a path hangs on; see `raytraced.GPT`.
+        path_tokens: How many tokens determine a path; see `raytraced.GPT`.
         tokenizer: Content of a tokenizer file; None for bytes.
         task: Task of the model's card.
         data: Name of the data set that the model was trained on.

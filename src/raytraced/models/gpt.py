@@ -78,7 +78,7 @@ class GPT(Model):
             plan; for those that do: a routing embedding of the token ("token"), the model's embedding ("embedding"), or the
             vectors that reach the first block's experts ("first-block"), which depend on the text before, too.
         routing_dim: Width of the routing embedding. Default: 16.
-        path_tokens: How many tokens a path hangs on where the router reads tokens or their embeddings. With 2, every second
+        path_tokens: How many tokens determine a path where the router reads tokens or their embeddings. With 2, every second
             block, from the second on, runs what the path of the token before has there; a text's first token has its own.
     """
 
@@ -112,7 +112,7 @@ class GPT(Model):
         self.routing_input: RoutingInput = routing_input
         self.routing_dim = routing_dim or (ROUTING_DIM if routing_input == "token" else None)
         require(path_tokens in (1, 2) and type(path_tokens) is int, "path_tokens", repr(path_tokens), "must be 1 or 2")
-        rule = f"paths hang on no single token with routing_input={routing_input}; leave it out"
+        rule = f"paths depend on no single token with routing_input={routing_input}; leave it out"
         require(path_tokens == 1 or routing_input in ("token", "embedding"), "path_tokens", path_tokens, rule)
         self.path_tokens = path_tokens
         self.embedding = nn.Embedding(vocab_size, dim)
@@ -320,7 +320,7 @@ class GPT(Model):
 
         Args:
             tokens: Tokens of any shape (...).
-            before: The token before each of them (...), where paths hang on two tokens. Default: the last axis is a text,
+            before: The token before each of them (...), where paths depend on two tokens. Default: the last axis is a text,
                 whose first token stands before itself.
             stop: As for `forward`: a number, or a tensor like the tokens (...).
             experts, effort: As for `forward`.
@@ -336,7 +336,7 @@ class GPT(Model):
         if before is None:
             before = torch.cat((tokens[..., :1], tokens[..., :-1]), -1) if tokens.ndim else tokens
         else:
-            require(self.path_tokens > 1, "before", "[…]", "is for paths that hang on two tokens; leave it out")
+            require(self.path_tokens > 1, "before", "[…]", "is for paths that depend on two tokens; leave it out")
             require(
                 before.shape == tokens.shape, "before", tuple(before.shape), f"must be {tuple(tokens.shape)}, as tokens"
             )
@@ -367,7 +367,7 @@ class GPT(Model):
     ) -> Paths:
         """The table of all paths: one row for every word of the vocabulary.
 
-        Where paths hang on two tokens, a row is the path of a word that follows itself: that of word b after word a has
+        Where paths depend on two tokens, a row is the path of a word that follows itself: that of word b after word a has
         blocks 1, 3, … of row b and blocks 2, 4, … of row a.
 
         Args:
