@@ -764,20 +764,21 @@ def test_the_figures_of_the_readme_are_those_of_the_records():
     lowest, highest = (f"{choose(one.mean for one in leads):.1f}" for choose in (min, max))
     assert f"lead by {lowest} to {highest} points on three of four sets" in plain
     texts = Results(Store(ROOT / "results/text-main/records").records.values())
-    labels = ("mre-range", "hash-1", "hash-2", "top-2-balance", "top-4-balance")
+    labels = ("mre-range", "mre-range-pair", "hash-1", "hash-2", "top-2-balance", "top-4-balance")
     levels = {label: model_level(label, texts.of("enwik8", label)) for label in labels}
     shown = {label: f"{level.bits:.3f} ± {level.error:.3f}" for label, level in levels.items()}
     mre = levels["mre-range"]
-    assert f"MRE {shown['mre-range']} with {mre.experts:.1f} experts per block" in plain
-    assert f"balanced top-2 {shown['top-2-balance']}, balanced top-4 {shown['top-4-balance']}" in plain
-    assert f"random tables {shown['hash-1']} with one expert, {shown['hash-2']} with two" in plain
+    pair = f"(paths of two tokens: {shown['mre-range-pair']})"
+    assert f"MRE {shown['mre-range']} with {mre.experts:.1f} experts per block {pair}" in plain
+    assert f"balanced top-4 {shown['top-4-balance']}" in plain
+    assert f"random tables {shown['hash-1']} with one, {shown['hash-2']} with two" in plain
     for label in ("top-2-balance", "top-4-balance"):  # "beats"
         assert levels[label].bits - mre.bits > 2 * math.hypot(levels[label].error, mre.error)
     assert abs(levels["hash-1"].bits - mre.bits) < 2 * math.hypot(levels["hash-1"].error, mre.error)  # "as good"
     dial = dial_levels(texts.of("enwik8", "mre-range"))
     fewest = min(dial, key=lambda level: level.experts)
     rest = {f"{one.bits:.2f}" for one in dial if one.experts >= mre.experts}
-    found = f"{fewest.experts:.1f} experts {fewest.bits:.2f}, from {mre.experts:.1f} {', '.join(rest)}"
+    found = f"{fewest.experts:.1f} experts {fewest.bits:.2f}, {mre.experts:.1f} {', '.join(rest)}"
     assert f"One checkpoint: {found}." in plain
 
 
