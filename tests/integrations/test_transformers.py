@@ -536,6 +536,36 @@ def test_bad_input_is_refused_in_one_line(model, tokens, tmp_path):
     assert config["model_type"] == "raytraced"
 
 
+DIAL = [
+    {"stop": 4.0, "experts": 1.5, "macs": 100.0, "loss": 2.0},
+    {"stop": 0.01, "experts": 4.5, "macs": 300.0, "loss": 1.0},
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("budget", [{"stop": 1e-3}, {"stop": 4.0}, {"experts": 1.5}, {"effort": 1.0}])
+def test_a_budget_reaches_the_decoder_in_a_call_and_in_generation(model, tokens, budget):
+    say_more(model)
+    model.model.card = replace(model.model.card, dial={"rows": DIAL})
+    out, own, plain = model(tokens, **budget), model.model(tokens, **budget), model(tokens)
+    assert torch.equal(out.logits, own.logits)
+    assert not torch.equal(out.num_experts, plain.num_experts)
+    expected = torch.stack([drawn.tokens for drawn in model.model.generate(tokens, 6, temperature=0, **budget)], 1)
+    assert torch.equal(model.generate(tokens, max_new_tokens=6, do_sample=False, **budget)[:, 9:], expected)
+
+
+def test_an_option_that_does_not_exist_is_refused_and_those_of_transformers_are_not(model, tokens):
+    cases = {"max_expert": "did you mean max_experts?", "zzz": "leave it out", "select": "leave it out"}
+    for name, remedy in cases.items():
+        with pytest.raises(ValueError) as raised:
+            model(tokens, **{name: 1})
+        assert str(raised.value) == f"{name}: a language model has no such option; {remedy}"
+    given = {"return_dict": True, "output_attentions": False, "output_hidden_states": True, "token_type_ids": None}
+    assert torch.equal(model(tokens, **given).logits, model(tokens).logits)
+    with pytest.raises(ValueError, match="max_expert"):
+        model.generate(tokens, max_new_tokens=2, max_expert=1)
+
+
 def recomputing():
     model = from_gpt(language_model()).train()
     model.gradient_checkpointing_enable()

@@ -10,6 +10,7 @@ import math
 import os
 from copy import deepcopy
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raytraced.errors import install_extra, printable, require
+from raytraced.errors import did_you_mean, install_extra, printable, require
 from raytraced.files import write_file
 from raytraced.io.hub import TRANSFORMERS_NAMES, card_of, config_values, transformers_files
 from raytraced.io.saving import known_card, limit_tensors
@@ -26,6 +27,7 @@ from raytraced.models.gpt import GPT, Block
 from raytraced.models.output import Output
 from raytraced.models.registry import build, complete_options, find_model
 from raytraced.plugins import missing_plugins
+from raytraced.sequence import StopPerRow
 
 try:
     from huggingface_hub.dataclasses import strict
@@ -39,7 +41,7 @@ try:
     )
     from transformers.cache_utils import Cache
     from transformers.modeling_outputs import CausalLMOutputWithPast
-    from transformers.utils.generic import can_return_tuple
+    from transformers.utils.generic import TransformersKwargs, can_return_tuple
     from transformers.utils.output_capturing import capture_outputs
 except ImportError as error:
     raise ImportError(
@@ -214,6 +216,9 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         max_experts: int | None = None,
+        stop: StopPerRow | None = None,
+        experts: float | None = None,
+        effort: float | None = None,
         **kwargs: Any,
     ) -> RaytracedOutput:
         """Compute the logits of the token after each token.
@@ -227,10 +232,15 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
             labels: Targets (B, T), -100 where there is none; with them the output has a loss.
             use_cache: Whether to return the cache; the configuration's choice by default, False with labels.
             max_experts: Largest number of experts that a token runs, all blocks together.
+            stop: How much the output node's rate counts: a number, or one per text (B,); smaller values run more experts.
+            experts: In place of `stop`: the mean number of experts per token that a calibrated model runs.
+            effort: In place of `stop`: a share of a calibrated model's full cost, up to 1.
+            **kwargs: Options that transformers passes to every model, such as `num_items_in_batch`; others are refused.
 
         Returns:
             RaytracedOutput with logits (B, T, V), num_experts (B, T) and expert_load (B, L, N).
         """
+        check_names(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: give exactly one of them")
         inputs = input_ids if inputs_embeds is None else inputs_embeds
@@ -256,7 +266,14 @@ class RaytracedForCausalLM(PreTrainedModel, GenerationMixin):
             None if labels is None or not self.training else lambda logits_BTV: text_losses(logits_BTV, labels)
         )
         out: Output = self.model(
-            inputs, mask=mask_BS, cache=past_key_values, max_experts=max_experts, sample_loss_fn=sample_loss_fn
+            inputs,
+            mask=mask_BS,
+            cache=past_key_values,
+            max_experts=max_experts,
+            stop=stop,
+            experts=experts,
+            effort=effort,
+            sample_loss_fn=sample_loss_fn,
         )
         loss = None
         if labels is not None:
@@ -354,6 +371,16 @@ def check_size_of_config(card: ModelCard) -> None:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         sizes = f"its weights take {num_bytes / 1e9:,.0f} GB, the machine has {available / 1e9:,.0f} GB"
         require(num_bytes <= available, "model", card.model, f"{sizes}; make it smaller")
+
+
+def check_names(options: dict[str, Any]) -> None:
+    """Refuse options of a call that neither the model nor transformers has: ignored, a budget would seem to be kept."""
+    known = TransformersKwargs.__optional_keys__
+    if unknown := [name for name, value in options.items() if value is not None and name not in known]:
+        own = signature(RaytracedForCausalLM.forward).parameters
+        names = [name for name in own if name not in ("self", "kwargs")]
+        rule = did_you_mean(unknown[0], names, "leave it out")
+        raise ValueError(f"{unknown[0]}: a language model has no such option; {rule}")
 
 
 def whole_mask(attention_mask: Tensor | None, inputs: Tensor, num_cached: int) -> Tensor | None:
