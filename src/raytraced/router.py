@@ -96,6 +96,9 @@ class Fusable:
         cls.fuses = vars(cls).get("fuses", False)
 
 
+NO_OPTIONS = "select, max_experts and stop: this router supports none of them; use a raytraced layer"
+
+
 class Router(nn.Module):
     """Base class of routers: chooses which experts run for a hidden vector, and with which weight.
 
@@ -146,7 +149,7 @@ class Router(nn.Module):
             A Choice of shape (B, S, N), or None if the router must be asked step by step.
         """
         if not call.is_default:
-            raise ValueError("select, max_experts and stop: this router supports none of them; use a raytraced layer")
+            raise ValueError(NO_OPTIONS)
         return None
 
     @property

@@ -131,8 +131,10 @@ def test_a_model_without_a_table_is_refused_in_one_line(saved, model, capsys, tm
         "no table of budgets; run raytraced calibrate first": [str(model), "--experts", "4"],
         "text: has 99 bytes; the context of gpt-mre is 16": [str(model), "--text", "a" * 99],
     }
+    cases["text: has 98 bytes"] = [str(model), "--text", "b" * 98, "--output", str(tmp_path / "left.csv")]
     for message, words in cases.items():
         assert main(["paths", *words]) == 2, words
         line = capsys.readouterr().err
         assert message in line
         assert line.count("\n") == 1
+    assert not (tmp_path / "left.csv").exists()

@@ -138,13 +138,32 @@ def test_generation_knows_the_path_of_a_token_when_it_is_drawn(context):
 @torch.no_grad()
 def test_a_budget_keeps_the_first_experts_of_both_orders():
     model, text = build(), tokens()
-    whole = model(text, stop=0.02).routes[0]
-    assert int(whole.num_active.max()) > 4
-    for budget in range(6):
-        route = model(text, stop=0.02, max_experts=budget).routes[0]
-        assert int(route.num_active.max()) <= budget
+    whole = model.plan(text, stop=0.02)
+    longest = int(whole.num_active.max())
+    assert longest > 4
+    for budget in (*range(longest + 2), 10**22):
+        out = model(text, stop=0.02, max_experts=budget)
+        (route,), plan = out.routes, model.plan(text, stop=0.02, max_experts=budget)
+        assert torch.equal(route.num_active, whole.num_active.clamp(max=min(budget, 99)))
         assert torch.equal(route.active.sum((-1, -2)).long(), route.num_active)
-        assert not ((route.active > 0) & (whole.active == 0)).any()
+        kept = whole.nodes[..., : min(budget, 99)]
+        assert torch.equal(plan.nodes[..., : kept.shape[-1]], kept)
+        assert torch.equal(plan.weights, whole.weights * plan.active)
+
+
+@torch.no_grad()
+def test_the_last_answer_along_the_way_is_that_of_the_whole_path():
+    model, text = build(), tokens()
+    *_, last = raytraced.anytime(model, text)
+    assert torch.equal(last.num_active, model(text).num_experts)
+    torch.testing.assert_close(last.logits, model(text).logits, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_router_without_an_order_has_no_budget():
+    for call in (lambda m: m(tokens(), max_experts=3), lambda m: m.plan(tokens(), max_experts=3)):
+        with pytest.raises(ValueError, match="this router supports none of them"):
+            call(build("planned"))
 
 
 def test_orders_are_merged_in_turns():

@@ -1,6 +1,7 @@
 """One path per token through the whole decoder: what it depends on, the table of paths, and budgets by a dial."""
 
 import math
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,6 +14,7 @@ from raytraced import kernels
 from raytraced.cost import sample_cost
 from raytraced.models.dial import find_stop
 from raytraced.models.gpt import KVCache
+from raytraced.models.paths import IN_USE, MOST_TABLES
 from raytraced.router import Call
 
 SMALL = {"dim": 16, "hidden": 8, "num_experts": 4, "depth": 3, "num_heads": 2, "context": 12}
@@ -68,6 +70,113 @@ def test_a_table_holds_the_computed_paths_bit_for_bit(name, routing_input):
         assert not (computed.route.nodes[:, longest:] >= 0).any()
     with torch.enable_grad():  # computed anew, since gradients need it
         torch.testing.assert_close(model(text).logits, out.logits, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["data", "parts of a vector", "a large table", "config"])
+def test_a_table_follows_changes_that_count_no_version(change):
+    sizes = {"vocab_size": 70_000} if change == "a large table" else {}
+    model, other, text = build(**sizes), build(**sizes), tokens()
+    for parameter in other.parameters():
+        parameter.mul_(-1.1)
+    before = model(text).logits
+    if change == "config":
+        other, config = build(), replace(model.layer.router.config, stop=0.01)
+        model.layer.router.config = other.layer.router.config = config
+    elif change == "parts of a vector":
+        vector = torch.nn.utils.parameters_to_vector(model.parameters())
+        torch.nn.utils.vector_to_parameters(vector, model.parameters())
+        assert torch.equal(model(text).logits, before)
+        vector.copy_(torch.nn.utils.parameters_to_vector(other.parameters()))
+        torch.nn.utils.vector_to_parameters(vector, model.parameters())
+    else:
+        for mine, new in zip(model.parameters(), other.parameters(), strict=True):
+            mine.data.copy_(new.data)
+    assert not torch.equal(model(text).logits, before)
+    assert torch.equal(model(text).logits, other(text).logits)
+    assert torch.equal(model.plan(text).active, other.plan(text).active)
+
+
+@torch.no_grad()
+def test_options_of_other_routers_that_are_set_anew_are_followed():
+    model, text = build("planned"), tokens()
+    before = int(model(text).num_experts[0, 0])
+    model.layer.router.k = 1
+    assert int(model(text).num_experts[0, 0]) < before
+
+
+def test_a_model_made_in_inference_mode_runs_there():
+    with torch.inference_mode():
+        model = build()
+        assert torch.equal(model.plan(tokens()).active, model(tokens()).routes[0].active)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # attention under vmap
+def test_models_without_values_and_stacks_of_models_are_planned_without_a_table():
+    shapes = build().to("meta")(tokens().to("meta"))
+    assert shapes.logits.shape == (3, 12, 256)
+    models, text = [build(), build()], tokens()
+    for parameter in models[1].parameters():
+        parameter.mul_(-1.1)
+    parameters, buffers = torch.func.stack_module_state(models)
+
+    def call(values, others):
+        return torch.func.functional_call(models[0], (values, others), (text,)).logits
+
+    for logits, model in zip(torch.func.vmap(call)(parameters, buffers), models, strict=True):
+        torch.testing.assert_close(logits, model(text).logits, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_more_dials_than_tables_are_computed_without_dropping_those_in_use(monkeypatch):
+    model, (text,) = build(), tokens()[:1]
+    stops = [0.1 + 0.01 * number for number in range(MOST_TABLES + 1)]
+    expected = [build()(text[None], stop=stop).logits for stop in stops]
+    made = []
+    plan_vocabulary = model._plan_vocabulary
+    monkeypatch.setattr(model, "_plan_vocabulary", lambda call: made.append(call.stop) or plan_vocabulary(call))
+    for _ in range(3):
+        for stop, logits in zip(stops, expected, strict=True):
+            assert torch.equal(model(text[None], stop=stop).logits, logits)
+    assert len(made) == MOST_TABLES
+    for _ in range(IN_USE + 1):  # the others are no longer in use
+        model(text[None], stop=stops[0])
+    model(text[None], stop=stops[-1])
+    assert made[-1] == stops[-1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_bytes_of_any_type_are_tokens(dtype):
+    model, text = build(), tokens() % 120
+    assert torch.equal(model.plan(text.to(dtype)).active, model.plan(text).active)
+    assert torch.equal(model(text.to(dtype)).logits, model(text).logits)
+    every = torch.arange(256).to(torch.uint8)  # as many as there are words: no mask
+    assert torch.equal(model.plan(every).active, model.paths().active)
+    drawn = [[int(one.tokens[0]) for one in model.generate(each, 5, temperature=0)] for each in (text, text.to(dtype))]
+    assert drawn[0] == drawn[1]
+
+
+def test_wrong_types_are_one_line():
+    model, text = build(), tokens()
+    cases = {
+        "tokens=torch.bool: must be whole numbers": lambda: model.plan(text > 5),
+        "tokens=torch.complex64: must be whole numbers": lambda: model(text.to(torch.complex64)),
+        "mask=torch.int64: must be torch.bool": lambda: model(text, mask=torch.ones_like(text)),
+        "draft_experts=1.5: must be a whole number": lambda: next(model.generate(text[:1], 3, draft_experts=1.5)),
+        "draft_tokens='2': must be a whole number": lambda: next(
+            model.generate(text[:1], 3, draft_experts=1, draft_tokens="2")
+        ),
+        "max_experts='a': must be a whole number": lambda: next(
+            model.generate(text[:1], 3, draft_experts=1, max_experts="a")
+        ),
+        "num_tokens=-1: must be a whole number": lambda: next(model.generate(text, -1)),
+        "cache=[…]: must be left out with budgets": lambda: model(text, cache=KVCache(), budgets=(2,)),
+    }
+    for message, call in cases.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
 
 
 @torch.no_grad()

@@ -61,13 +61,13 @@ def paths(
     budget: dict[str, Any] = {"stop": stop, "experts": experts, "effort": effort, "max_experts": max_experts}
     table, codec = model.paths(**budget), Codec(model)
     words = [repr(content)[1:] for content in codec.bytes_of]
-    if path is not None:
-        table.save(path, words)
     tokens = list(range(model.vocab_size))
     shown = table
     if text is not None:
         tokens = codec.encode_prompt("text", os.fsencode(text))
         shown = model.plan(torch.tensor(tokens), **budget)
+    if path is not None:
+        table.save(path, words)
     num_shown = len(tokens) if json or text is not None else FIRST_ROWS
     figures = zip(tokens, shown.num_active.tolist(), shown.macs.tolist(), strict=True)
     rows = [{"token": token, "text": words[token], "experts": num, "macs": macs} for token, num, macs in figures]

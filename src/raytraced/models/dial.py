@@ -47,6 +47,13 @@ def find_stop(name: str, dial: dict[str, Any], experts: float | None, effort: fl
     return float(rows[-1]["stop"])
 
 
+def check_greedy(select: str | None, experts: float | None, effort: float | None) -> None:
+    """Refuse a budget where experts are drawn: its table was measured with greedy choices, and draws run others."""
+    for name, value in (("experts", experts), ("effort", effort)):
+        rule = "must be left out with select=sample: budgets were measured with greedy choices; give max_experts instead"
+        require(value is None or select != "sample", name, value, rule)
+
+
 def effort_at(dial: dict[str, Any], stop: float) -> float:
     """The share of the full cost that a model spends at a value of `stop`, interpolated between the rows of its table."""
     rows = dial["rows"]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from raytraced.errors import require
+from raytraced.errors import check_budget, require
 from raytraced.models.caches import KVCache, NextTokens, window_start
 from raytraced.models.sampling import Drawn, draw_token, kept_probabilities
 from raytraced.router import Call
@@ -78,6 +78,9 @@ def generate_drafted(model: "GPT", prompt_1T: Tensor, num_tokens: int, options: 
 def check_drafting(model: "GPT", prompt_1T: Tensor, options: Drafting) -> None:
     """Refuse drafts that cannot be made."""
     num, most = options.draft_experts, options.max_experts
+    check_budget(most)
+    for name, value in (("draft_experts", num), ("draft_tokens", options.draft_tokens)):
+        require(type(value) is int, name, repr(value), "must be a whole number")
     require(model.answers_along_the_way, "draft_experts", num, f"{model.name} has no smaller budget; leave it out")
     require(num >= 0, "draft_experts", num, "must not be negative")
     require(most is None or num < most, "draft_experts", num, f"must be below max_experts={most}")

@@ -91,6 +91,9 @@ class TextWindow:
 def generate_texts(model: "GPT", prompt_BT: Tensor, num_tokens: int, options: GenerationOptions) -> Iterator[Drawn]:
     """Continue texts; see `GPT.generate`."""
     check_sampling(options, prompt_BT)
+    require(
+        type(num_tokens) is int and num_tokens >= 0, "num_tokens", repr(num_tokens), "must be a whole number from 0 on"
+    )
     stop = model.resolve_budget(options.stop, options.experts, options.effort)
     call = Call("greedy", options.max_experts, stop=flat_stop(stop, prompt_BT.shape[:1]))
     model.check(prompt_BT, None, None)

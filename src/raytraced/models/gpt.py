@@ -13,14 +13,23 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from raytraced import kernels
-from raytraced.errors import require, require_one_of
+from raytraced.errors import check_budget, require, require_one_of
 from raytraced.layer import RoutedLayer
 from raytraced.models.attention import Attention, causal_mask
 from raytraced.models.caches import KVCache, TextCaches, multiply_apart, tokens_before
 from raytraced.models.expert_pass import ExpertPass
 from raytraced.models.generation import GenerationOptions, generate_texts
 from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost, num_parameters
-from raytraced.models.paths import Paths, PathTables, alternate, choose_rows, describe_paths, within_bytes
+from raytraced.models.paths import (
+    Paths,
+    PathTables,
+    alternate,
+    can_be_read,
+    choose_rows,
+    describe_paths,
+    plain_options,
+    within_bytes,
+)
 from raytraced.models.sampling import Drawn
 from raytraced.models.store_reading import byte_budgets, read_planned, time_limit
 from raytraced.router import Call, Choice, Cost
@@ -56,6 +65,13 @@ class Block(nn.Module):
         return x_BTD + experts.update(number, self.norm_experts(x_BTD))
 
 
+def whole_numbers(name: str, values: Tensor) -> Tensor:
+    """Numbers of any integer type as long numbers, so that none of them is taken for a mask; refuses other types."""
+    is_integer = not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+    require(is_integer, name, values.dtype, "must be whole numbers")
+    return values.long()
+
+
 class GPT(Model):
     """A decoder with routed experts: pre-norm, rotary positions, output weights tied to the embedding.
 
@@ -80,6 +96,7 @@ class GPT(Model):
         routing_dim: Width of the routing embedding. Default: 16.
         path_tokens: How many tokens determine a path where the router reads tokens or their embeddings. With 2, every second
             block, from the second on, runs what the path of the token before has there; a text's first token has its own.
+            Where `stop` or a path is drawn, both parts are drawn on their own. Experts that a budget leaves keep their weights.
     """
 
     gradient_checkpointing: bool = False
@@ -223,6 +240,10 @@ class GPT(Model):
         require(not asked or cache is None, "cache", type(cache).__name__, rule)
         return asked
 
+    def encode(self, inputs: Tensor) -> Tensor:
+        """Tokens as long numbers, whatever their type is, or embeddings as they are."""
+        return inputs if inputs.is_floating_point() else whole_numbers("tokens", inputs)
+
     def _embed(self, tokens_BT: Tensor) -> Tensor:
         """The embeddings of tokens (B, T, D), or the vectors that were given in their place."""
         if tokens_BT.is_floating_point():
@@ -243,13 +264,19 @@ class GPT(Model):
     ) -> Choice:
         """The paths of the tokens of a pass."""
         call = experts.call
-        own = self._plan_tokens(experts.flat(encoded), call)
         if self.path_tokens == 1:
-            return own
+            return self._plan_tokens(experts.flat(encoded), call)
         rule = "must be 1 for embeddings in place of tokens, and for recorded routes"
         require(not encoded.is_floating_point() and call.route is None, "path_tokens", self.path_tokens, rule)
         before_BT = tokens_before(encoded, mask, cache, len(self.blocks))
-        return alternate(own, self._plan_tokens(experts.flat(before_BT), call), call.max_experts)
+        return self._plan_after(experts.flat(encoded), experts.flat(before_BT), call)
+
+    def _plan_after(self, tokens_n: Tensor, before_n: Tensor, call: Call) -> Choice:
+        """The paths of tokens (n,) that depend on the tokens before them (n,), too; only then are they cut to a budget."""
+        check_budget(call.max_experts)
+        whole = call._replace(max_experts=None)
+        own, before = (self._plan_tokens(words_n, whole) for words_n in (tokens_n, before_n))
+        return alternate(own, before, call.max_experts)
 
     def _plan_tokens(self, tokens_n: Tensor, call: Call) -> Choice:
         """The paths of tokens (n,), or of embeddings (n, D) given in their place, before any block runs."""
@@ -266,10 +293,16 @@ class GPT(Model):
             else:  # each word once
                 plan = choose_rows(self._plan_vocabulary(call), tokens_n)
         else:
-            parameters = [*router.parameters(), *router.buffers(), self._routing_weight]
+            tensors = [*router.parameters(), *router.buffers(), self._routing_weight]
             key = call.max_experts, call.stop
-            table = self.path_tables.find(parameters, key, lambda: self._plan_vocabulary(call))
-            plan = choose_rows(table, tokens_n)
+            table = None
+            if can_be_read(tensors):
+                self.path_tables.follow(tensors, plain_options(router))
+                table = self.path_tables.find(key, len(tokens_n), lambda: self._plan_vocabulary(call))
+            if table is None:
+                plan = router.plan(self.routing_vectors(tokens_n), call)
+            else:
+                plan = choose_rows(table, tokens_n)
         assert plan is not None  # of a router that plans
         return plan
 
@@ -332,7 +365,7 @@ class GPT(Model):
         """
         rule = "a token's path depends on the text before it; only with token or embedding is it known beforehand"
         require(self.path_follows_token, "routing_input", self.routing_input, f"{self.name}: {rule}")
-        self._check_words("tokens", tokens)
+        tokens = self._check_words("tokens", tokens)
         if before is None:
             before = torch.cat((tokens[..., :1], tokens[..., :-1]), -1) if tokens.ndim else tokens
         else:
@@ -340,21 +373,23 @@ class GPT(Model):
             require(
                 before.shape == tokens.shape, "before", tuple(before.shape), f"must be {tuple(tokens.shape)}, as tokens"
             )
-            self._check_words("before", before)
+            before = self._check_words("before", before)
         stop = flat_stop(self.resolve_budget(stop, experts, effort), tokens.shape)
         return self.describe(tokens, before, Call("greedy", max_experts, stop=stop))
 
-    def _check_words(self, name: str, tokens: Tensor) -> None:
-        """Refuse tokens that are not words of the vocabulary."""
-        require(not tokens.is_floating_point(), name, tokens.dtype, "must be whole numbers")
+    def _check_words(self, name: str, tokens: Tensor) -> Tensor:
+        """Tokens as long numbers; refuses those that are not words of the vocabulary."""
+        tokens = whole_numbers(name, tokens)
         inside = not tokens.numel() or (int(tokens.min()) >= 0 and int(tokens.max()) < self.vocab_size)
         require(inside, name, "[…]", f"some are not in 0 … {self.vocab_size - 1}, the vocabulary")
+        return tokens
 
     def describe(self, tokens: Tensor, before: Tensor, call: Call) -> Paths:
         """The paths of tokens (...) after other tokens (...); both are known to be words of the vocabulary."""
-        choice = self._plan_tokens(tokens.flatten(), call)
-        if self.path_tokens > 1:
-            choice = alternate(choice, self._plan_tokens(before.flatten(), call), call.max_experts)
+        if self.path_tokens == 1:
+            choice = self._plan_tokens(tokens.flatten(), call)
+        else:
+            choice = self._plan_after(tokens.flatten(), before.flatten(), call)
         return describe_paths(choice, kernels.expert_macs(self.layer.experts, self.layer.dim), tokens.shape)
 
     def paths(
@@ -390,6 +425,8 @@ class GPT(Model):
         length = tokens_BT.shape[1] + (0 if cache is None else cache.get_seq_length())
         require(length <= self.context, "tokens", length, f"must be at most context={self.context}")
         fits = mask is None or mask.shape == (len(tokens_BT), length)
+        rule = "must be torch.bool, False where there is padding"
+        require(mask is None or getattr(mask, "dtype", None) == torch.bool, "mask", getattr(mask, "dtype", "[…]"), rule)
         if isinstance(cache, TextCaches):
             fits = mask is None and tokens_BT.shape[:2] == (len(cache.caches), 1)
             require(

@@ -127,6 +127,10 @@ class Model(nn.Module):
         encoded = self.encode(inputs)
         if not budgets:
             return self.answer(encoded, call, mask, sample_loss_fn, **own)
+        for name, value in own.items():
+            require(
+                value is None, name, "[…]", "must be left out with budgets, whose answers are computed from the start"
+            )
         replayed = ReplayedGenerator(generator)
         answer = self.answer(encoded, call._replace(generator=replayed), mask, sample_loss_fn, **own)
         early = (Call(select, budget, replayed.restart(), rows, stop=stop) for budget in budgets)

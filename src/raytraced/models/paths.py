@@ -11,16 +11,19 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raytraced.errors import require
 from raytraced.files import write_file
-from raytraced.router import Choice
+from raytraced.router import NO_OPTIONS, Choice
 from raytraced.rows import map_route, unordered_route
 from raytraced.sequence import Route
 from raytraced.store.budget import ByteBudget
 
 MOST_TABLES = 8  # one per budget and stop; a caller that asks for another one each time must not fill the memory
+IN_USE = 64  # a table is kept for so many lookups of others
+FEW_ROWS = 8  # rows fewer than this part of the vocabulary are computed on their own where no table may be dropped
+MOST_COMPARED = 65_536  # entries of a parameter
 
 
 class Paths(NamedTuple):
@@ -93,25 +96,80 @@ class PathTables:
     """What a router chose for every word of a vocabulary, kept until a parameter changes; one table per budget and stop."""
 
     def __init__(self) -> None:
-        self.state: Hashable = None
-        self.tables: dict[Hashable, Choice] = {}
+        self.options: Hashable = None
+        self.copies: list[Tensor] = []
+        self.tables: dict[Hashable, Choice] = {}  # the one that was used last comes last
+        self.last_used: dict[Hashable, int] = {}
+        self.num_lookups = 0
 
-    def find(self, parameters: Iterable[Tensor], key: Hashable, compute: Callable[[], Choice]) -> Choice:
-        """The table of some options of a call, computed where there is none for these parameters."""
-        # In-place changes count up `_version`; a parameter that is moved or replaced has other memory.
-        state = tuple((one._version, one.data_ptr(), one.dtype, one.device) for one in parameters)
-        if state != self.state:
-            self.state, self.tables = state, {}
-        table = self.tables.get(key)
+    def follow(self, tensors: Sequence[Tensor], options: Hashable) -> None:
+        """Forget all tables if what they were computed from has changed.
+
+        Values are compared, not versions: a change through `.data`, as libraries make it that average weights, counts no
+        version. Of a large tensor as many entries as `MOST_COMPARED` are compared, evenly spread, and its version.
+        """
+        seen = [shortened(one) for one in tensors]
+        options = (options, tuple(version_of(one) for one in tensors if one.numel() > MOST_COMPARED))
+        same = options == self.options and len(seen) == len(self.copies) and all(map(alike, seen, self.copies))
+        if not same:
+            self.clear()
+            self.options, self.copies = options, [one.clone() for one in seen]
+
+    def find(self, key: Hashable, num_tokens: int, compute: Callable[[], Choice]) -> Choice | None:
+        """The table of some options of a call, computed where there is none.
+
+        Args:
+            key: The options.
+            num_tokens: How many rows are wanted.
+            compute: Computes the whole table.
+
+        Returns:
+            The table; None where all tables that are kept were in use of late, and only a few rows are wanted: then it is
+            cheaper to compute these.
+        """
+        self.num_lookups += 1
+        table = self.tables.pop(key, None)
         if table is None:
             if len(self.tables) >= MOST_TABLES:
-                self.tables.pop(next(iter(self.tables)))
-            table = self.tables[key] = without_padding(compute())
+                oldest = next(iter(self.tables))
+                num_words = len(self.tables[oldest].active)
+                if self.num_lookups - self.last_used[oldest] < IN_USE and num_tokens < num_words // FEW_ROWS:
+                    return None
+                del self.tables[oldest], self.last_used[oldest]
+            table = without_padding(compute())
+        self.tables[key], self.last_used[key] = table, self.num_lookups
         return table
 
     def clear(self) -> None:
         """Forget all tables."""
-        self.state, self.tables = None, {}
+        self.options, self.copies, self.tables, self.last_used = None, [], {}, {}
+
+
+def can_be_read(tensors: Iterable[Tensor]) -> bool:
+    """Whether tensors have values that can be compared; those on the device "meta" and those of torch.func have none."""
+    return not any(one.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(one) for one in tensors)
+
+
+def shortened(values: Tensor) -> Tensor:
+    """All entries of a tensor, or of a large one as many as are compared, evenly spread."""
+    flat = values.detach().reshape(-1)
+    return flat[:: -(-flat.numel() // MOST_COMPARED)] if flat.numel() > MOST_COMPARED else flat
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same type, device and values."""
+    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+
+
+def version_of(values: Tensor) -> tuple[int, int]:
+    """What changes where a tensor is changed in place, or is another one."""
+    return (-1 if values.is_inference() else values._version), values.data_ptr()
+
+
+def plain_options(router: nn.Module) -> Hashable:
+    """The options of a router that may be set anew: its configuration, and its own numbers and words."""
+    own = {name: value for name, value in vars(router).items() if isinstance(value, int | float | str)}
+    return tuple(own.items()), repr(getattr(router, "config", None))
 
 
 def choose_rows(choice: Choice, rows_n: Tensor) -> Choice:
@@ -175,7 +233,8 @@ def alternate(own: Choice, before: Choice, max_experts: int | None = None) -> Ch
     Args:
         own: The paths of tokens (n, L, N).
         before: The paths of the tokens before them.
-        max_experts: At most this many experts are left: those that come first, by their places in both orders in turns.
+        max_experts: At most this many experts are left, with their weights: those that come first, by their places in both
+            orders in turns.
     """
     from_before_L1 = (torch.arange(own.active.shape[1], device=own.active.device) % 2 == 1)[:, None]
     active, weights = (
@@ -184,6 +243,8 @@ def alternate(own: Choice, before: Choice, max_experts: int | None = None) -> Ch
     choice = Choice(active, weights, own.loss)
     orders = [route.nodes for route in (own.route, before.route) if route is not None and route.nodes is not None]
     if len(orders) < 2:
+        if max_experts is not None:
+            raise ValueError(NO_OPTIONS)
         return choice
     own_nLN, before_nLN = (places(nodes_nS, active.shape) for nodes_nS in orders)
     key_nM = torch.where(from_before_L1, 2 * before_nLN + 1, 2 * own_nLN).flatten(1)
@@ -194,9 +255,8 @@ def alternate(own: Choice, before: Choice, max_experts: int | None = None) -> Ch
     choice = choice._replace(route=Route(active, nodes_nM, num_n, None))
     if max_experts is None:
         return choice
-    kept_nM = (
-        torch.zeros_like(active).flatten(1).scatter(1, order_nM, (place_M < max_experts).to(active).expand_as(order_nM))
-    )
+    kept_M = (place_M < min(max_experts, num_nodes)).to(active)
+    kept_nM = torch.zeros_like(active).flatten(1).scatter(1, order_nM, kept_M.expand_as(order_nM))
     return keep_active(choice, active * kept_nM.view(active.shape))
 
 
