@@ -70,3 +70,16 @@ def test_budgets_that_cannot_be_met_are_refused_in_one_line(model, capsys):
         line = capsys.readouterr().err
         assert message in line
         assert line.count("\n") == 1
+
+
+def refusal(capsys, *words):
+    """The one line with which a command refuses."""
+    assert main([*map(str, words)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_budget_does_not_go_with_draws(model, capsys):
+    words = ["evaluate", model / "dial.safetensors", "--data", model / "own.txt", "--select", "sample"]
+    assert "experts=4.0: must be left out with select=sample" in refusal(capsys, *words, "--experts", "4")
+    assert "effort=0.5: must be left out with select=sample" in refusal(capsys, *words, "--effort", "0.5")

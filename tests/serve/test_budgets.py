@@ -82,6 +82,37 @@ def test_a_budget_gives_the_answer_of_its_stop_and_is_stated(address, served, fi
     assert "effort" not in predict(address)
 
 
+@pytest.mark.parametrize(
+    ("fields", "stop"),
+    [
+        ({"max_experts": 0}, "budget"),
+        ({"confidence": 0.0}, "confidence"),
+        ({"max_experts": 1, "max_ms": 600_000}, "budget"),
+    ],
+)
+def test_an_answer_that_another_limit_ended_states_no_effort(address, fields, stop):
+    found = predict(address, effort=1, trace=True, **fields)
+    assert found["stop"] == stop
+    assert "effort" not in found
+    assert not any("effort" in one for one in found["trace"])
+    found = predict(address, effort=1, **fields)
+    assert (found["stop"], "effort" in found) == (stop, False)
+
+
+def test_only_the_answer_at_the_end_states_its_effort_in_every_protocol(address, openai_client):
+    found = predict(address, effort=0.75, confidence=1.0, trace=True)
+    assert (found["stop"], found["effort"]) == ("end", 0.75)
+    assert [one.get("effort") for one in found["trace"]] == [None] * (len(found["trace"]) - 1) + [0.75]
+    client = tritonclient.http.InferenceServerClient(address.removeprefix("http://"))
+    given = tritonclient.http.InferInput("images", [4, 1, 8, 8], "UINT8")
+    given.set_data_from_numpy(IMAGE.numpy())
+    answer = client.infer("digits", [given], parameters={"effort": 0.75, "max_experts": 0})
+    assert answer.as_numpy("effort").tolist() == [0.0] * 4
+    limited = {"effort": 1, "max_experts": 1}
+    (choice,) = openai_client.completions.create(model="text", prompt="Once", max_tokens=3, extra_body=limited).choices
+    assert not hasattr(choice, "effort")
+
+
 def test_budgets_change_how_many_experts_run(address):
     experts = [predict(address, effort=effort)["experts"] for effort in (0.5, 0.75, 1)]
     assert experts[0] < experts[2]
@@ -171,6 +202,8 @@ def test_texts_are_generated_with_their_budget_beside_others(address, served, op
         ({"experts": 3, "effort": 1}, "experts=3.0: give either experts or effort=1.0, not both"),
         ({"experts": 3, "effort": [0.5, 1]}, "experts=3.0: give either experts or effort=[0.5, 1.0], not both"),
         ({"experts": 3, "model": "top-k"}, "experts=3.0: has no effect on top-k"),
+        ({"experts": 3, "select": "sample"}, "experts=3.0: must be left out with select=sample: budgets were measured with greedy"),
+        ({"effort": [0.5, 1], "select": "sample"}, "effort=[0.5, 1.0]: must be left out with select=sample"),
         ({"effort": 0.5, "model": "uncalibrated"}, "effort=0.5: the card of uncalibrated has no table of budgets; run raytraced calibrate"),
     ],
 )  # fmt: skip

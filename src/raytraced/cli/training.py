@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from raytraced.errors import DivergedError, check_seed, check_threads, printable, require
 from raytraced.io.finding import PRETRAINED, find_model_place, find_weights
+from raytraced.models.dial import check_greedy
 from raytraced.training.config import TrainConfig, make_config
 from raytraced.training.run_folder import RunFolder, list_runs, open_run
 
@@ -148,6 +149,7 @@ def evaluate(
         require(is_file, "save_routes", save_routes, "must end in .safetensors, in an existing folder")
     require(batch_size >= 1, "batch_size", batch_size, "must be at least 1")
     check_seed(seed)
+    check_greedy(select, experts, effort)
     has_effect = exit_every is None or confidence is not None
     require(has_effect, "exit_every", exit_every, "has no effect without --confidence: give it too")
     source = find_source(run, runs_dir, weights)

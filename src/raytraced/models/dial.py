@@ -50,7 +50,9 @@ def find_stop(name: str, dial: dict[str, Any], experts: float | None, effort: fl
 def check_greedy(select: str | None, experts: float | None, effort: float | None) -> None:
     """Refuse a budget where experts are drawn: its table was measured with greedy choices, and draws run others."""
     for name, value in (("experts", experts), ("effort", effort)):
-        rule = "must be left out with select=sample: budgets were measured with greedy choices; give max_experts instead"
+        rule = (
+            "must be left out with select=sample: budgets were measured with greedy choices; give max_experts instead"
+        )
         require(value is None or select != "sample", name, value, rule)
 
 

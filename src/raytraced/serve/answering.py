@@ -14,6 +14,7 @@ from torch import Tensor
 from raytraced.cost import sample_cost
 from raytraced.early_exit import ExitEvery, ExitPolicy, Walk, confidences
 from raytraced.errors import require
+from raytraced.models.dial import check_greedy
 from raytraced.models.output import Output, check_select
 from raytraced.serve.budgets import Budget
 from raytraced.serve.generation import Sampling, check_finite
@@ -94,9 +95,9 @@ class Query:
         """How much the output node's rate counts; None: as in training."""
         return None if self.budget is None else self.budget.stop
 
-    def effort_field(self) -> AnswerFields:
-        """The effort of an answer, where a budget was stated."""
-        return {} if self.budget is None else {"effort": round(self.budget.effort, 4)}
+    def effort_field(self, limited: bool) -> AnswerFields:
+        """The effort of an answer, where a budget was stated and no other limit kept the answer from spending it."""
+        return {} if self.budget is None or limited else {"effort": round(self.budget.effort, 4)}
 
     @property
     def num_rows(self) -> int:
@@ -136,8 +137,8 @@ def answer_at_end(queries: list[Query]) -> Iterator[list[Delivery]]:
     answers = describe(first.served, inputs, out, [False] * len(queries))
     for query, answer, num in zip(queries, answers, most_experts(out, len(queries)), strict=True):
         query.first_answer = perf_counter()
-        answer |= query.effort_field()
-        answer["stop"] = "budget" if query.max_experts is not None and num >= query.max_experts else "end"
+        reached = query.max_experts is not None and num >= query.max_experts
+        answer |= query.effort_field(reached) | {"stop": "budget" if reached else "end"}
     yield [(query, answer, True) for query, answer in zip(queries, answers, strict=True)]
 
 
@@ -164,7 +165,8 @@ def answer_at_exits(queries: list[Query]) -> Iterator[list[Delivery]]:
         if sent or served.codec:
             counted = out._replace(num_exits=torch.full((len(queries),), step.number + 1))
             answers = describe(served, inputs, counted, [query.all_exits for query in queries])
-            answers = [answer | query.effort_field() for query, answer in zip(queries, answers, strict=True)]
+            rows = zip(queries, answers, reasons, strict=True)
+            answers = [answer | query.effort_field(reason != "end") for query, answer, reason in rows]
         if served.codec:  # each answer to a text is computed from the start, so that its cost is added to those before
             answers[0]["macs"] += macs_before
             macs_before = answers[0]["macs"]
@@ -240,6 +242,7 @@ def describe_path(served: Served, out: Output, row: int) -> AnswerFields:
 def check_options(served: Served, options: dict[str, Any]) -> None:
     """Refuse options that a model does not have, as the library does."""
     check_select(served.model, options.get("select"))
+    check_greedy(options.get("select"), options.get("experts"), options.get("effort"))
     if served.model.answers_along_the_way:
         return
     rule = f"has no effect on {served.name}, which has no budget; leave it out"

@@ -197,7 +197,9 @@ def read_tensor(given: TensorInput, binary: bytes, served: Served) -> Tensor:
 
 def write_response(body: InferRequest, served: Served, answers: list[AnswerFields]) -> Response:
     """The outputs that were asked for, by default all, as JSON or as bytes behind it."""
-    known = [name for name in OUTPUT_TYPES if name != "effort" or "effort" in answers[0]]
+    has_budget = any(body.parameters.get(name) is not None for name in ("experts", "effort"))
+    known = [name for name in OUTPUT_TYPES if name != "effort" or has_budget]
+    answers = [{"effort": 0.0} | answer for answer in answers]  # 0: another limit ended the answer
     names = known if body.outputs is None else [output.name for output in body.outputs]
     for name in names:
         if name not in known:

@@ -167,7 +167,7 @@ class Answer(BaseModel):
     experts: int = Field(description="experts of the answer; for a text, of its last token")
     macs: int = Field(description="multiply-accumulate operations, those of earlier exits included")
     effort: float | None = Field(
-        None, description="the effort at which it was computed, where the request states a budget"
+        None, description="the effort at which it was computed, where the request states a budget and stop is end"
     )
     stop: Literal["confidence", "end", "budget", "deadline"] | None = Field(None, description="why it is the last one")
     nodes: list[list[int]] | None = Field(
@@ -196,7 +196,9 @@ class Token(BaseModel):
     text: str
     token: int
     experts: int
-    effort: float | None = Field(None, description="of the whole text, where the request states a budget")
+    effort: float | None = Field(
+        None, description="of the whole text, where the request states a budget, but no max_experts"
+    )
     stop: Literal["length", "deadline"] | None = None
 
 

@@ -18,7 +18,7 @@ from raytraced.models.caches import TextCaches
 from raytraced.models.gpt import GPT
 from raytraced.models.store_reading import following, read_ahead
 from raytraced.router import Call
-from raytraced.serve.answering import PATIENCE, Delivery, Query
+from raytraced.serve.answering import PATIENCE, AnswerFields, Delivery, Query
 from raytraced.serve.generation import Continuation, NotFiniteError, check_finite, draw_tokens
 from raytraced.serve.metrics import Metrics
 from raytraced.serve.models import Served
@@ -165,7 +165,7 @@ class TextBatch:
         """What is stated about the prompt's own tokens, before the first new one."""
         prompt = [token.fields() for token in one.text.score_prompt()] if one.sampling.score_prompt else []
         one.ended = one.sampling.length == 0
-        ended = {"text": "", "experts": 0, "stop": "length"} | one.query.effort_field() if one.ended else {}
+        ended = {"text": "", "experts": 0, "stop": "length"} | effort_of_text(one.query) if one.ended else {}
         return one.query, {"prompt": prompt} | ended, one.ended
 
     def take(self, one: RunningText, token: int, logits_V: Tensor, experts: int, began: float, now: float) -> Delivery:
@@ -181,4 +181,9 @@ class TextBatch:
         if not one.ended:
             one.pending = one.text.pending()
             query.due = now + PATIENCE if query.deadline is None else query.deadline  # behind those that wait
-        return query, generated.fields() | (query.effort_field() if one.ended else {}), one.ended
+        return query, generated.fields() | (effort_of_text(query) if one.ended else {}), one.ended
+
+
+def effort_of_text(query: Query) -> AnswerFields:
+    """The effort of a whole text, where a budget was stated; with a largest number of experts, tokens may have spent less."""
+    return query.effort_field(query.max_experts is not None)
