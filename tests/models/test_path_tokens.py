@@ -5,6 +5,7 @@ import torch
 
 import raytraced
 from raytraced import kernels
+from raytraced.cli.main import main
 from raytraced.cost import sample_cost
 from raytraced.explore.packing import pack_model
 from raytraced.models.caches import KVCache, TextCaches
@@ -237,3 +238,14 @@ def test_bad_input_is_one_line():
         build(path_tokens=1).plan(tokens(), before=tokens())
     with pytest.raises(ValueError, match=r"^pairs: its paths depend on 2 tokens; the page runs those of one$"):
         pack_model("pairs", build())
+
+
+def test_routes_that_no_model_can_follow_are_not_recorded(tmp_path, capsys):
+    raytraced.save(build(), tmp_path / "model.safetensors")
+    (tmp_path / "own.txt").write_bytes(b"to be, or not to be. " * 200)
+    file = tmp_path / "routes.safetensors"
+    words = [str(tmp_path / "model.safetensors"), "--data", str(tmp_path / "own.txt"), "--save-routes", str(file)]
+    assert main(["evaluate", *words]) == 2
+    message = f"save_routes={file}: no model can follow routes of path_tokens=2; leave it out"
+    assert message in capsys.readouterr().err
+    assert not file.exists()

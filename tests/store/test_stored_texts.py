@@ -256,3 +256,13 @@ def test_evaluate_refuses_a_deadline_in_bytes_where_nothing_is_read(text_store, 
         error = capsys.readouterr().err
         assert "is for models loaded from a store whose paths depend on tokens alone; leave it out" in error
         assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_store_takes_any_precision(text_store, dtype):
+    whole, path = text_store
+    tokens = torch.randint(0, 256, (2, 9))
+    with torch.no_grad():
+        found, expected = (model.to(dtype)(tokens).logits for model in (raytraced.load(path), whole))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected)

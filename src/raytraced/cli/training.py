@@ -178,6 +178,8 @@ def evaluate(
             print(f"raytraced: {printable(routes)}: was recorded with other weights", file=sys.stderr)
         predict = follow_routes(predict, saved.of)
     if save_routes is not None:
+        rule = "no model can follow routes of path_tokens=2; leave it out"
+        require(getattr(model, "path_tokens", 1) == 1, "save_routes", save_routes, rule)
         predict = record_routes(predict, recorded)
     with naming(source):
         result = evaluate_on(task, dataset, split, predict, world, batch_size=batch_size, seed=seed, full=True, **asked)

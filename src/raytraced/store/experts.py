@@ -179,7 +179,7 @@ class StoredExperts(nn.Module):
 
     def run_from(self, slot: memoryview, hidden_nD: Tensor) -> Tensor:
         """The expert that is in a slot, on its rows (n, D)."""
-        numbers_P, begin = torch.frombuffer(slot, dtype=self.dtype), 0
+        numbers_P, begin = torch.frombuffer(slot, dtype=self.dtype).to(hidden_nD.dtype), 0
         for index, (K, O) in enumerate(pairwise(self.widths)):
             weight_OK, bias_O = numbers_P[begin : begin + O * K].view(O, K), numbers_P[begin + O * K :][:O]
             hidden_nD = F.linear(F.relu(hidden_nD) if index else hidden_nD, weight_OK, bias_O)
