@@ -1,10 +1,8 @@
-"""What a path gains by: one change at a time to a recipe, in short runs on validation data.
+"""Which options of a recipe matter: one is changed at a time, in short runs on validation data.
 
     python -m experiments.depth             # text: trains what is missing, writes benchmarks/depth.md; resumable
     python -m experiments.depth images      # images: writes benchmarks/image-recipe.md
     python -m experiments.depth --redraw    # the table again, from the records
-
-There are one or two seeds: small differences say nothing.
 """
 
 import argparse
