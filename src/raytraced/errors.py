@@ -26,7 +26,8 @@ def require(holds: bool, name: str, value: object, rule: str) -> None:
 
 def check_budget(max_experts: int | None) -> None:
     """Refuse a budget that is not a whole number of experts, at least 0."""
-    fits = max_experts is None or (isinstance(max_experts, Integral) and max_experts >= 0)
+    is_number = isinstance(max_experts, Integral) and not isinstance(max_experts, bool)
+    fits = max_experts is None or (is_number and max_experts >= 0)
     require(fits, "max_experts", repr(max_experts), "must be a whole number, at least 0, or None for no budget")
 
 

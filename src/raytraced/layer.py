@@ -384,6 +384,14 @@ class LayerExits:
         return Exit(LayerOutput(self.layer.read_out(self.state.answer), route), ended_n)
 
 
+def router_width(dim: int, routing_dim: int | None) -> int:
+    """The width of the vectors that a layer's router reads: that of the layer's input, unless another is given."""
+    is_width = type(routing_dim) is int and routing_dim >= 1
+    rule = f"must be a whole number, at least 1, or None for dim={dim}"
+    require(routing_dim is None or is_width, "routing_dim", repr(routing_dim), rule)
+    return dim if routing_dim is None else routing_dim
+
+
 def routed_layer(
     router: type[Router],
     dim: int,
@@ -415,7 +423,7 @@ def routed_layer(
     Returns:
         The layer.
     """
-    made = router(routing_dim or dim, num_layers, num_experts, **options)
+    made = router(router_width(dim, routing_dim), num_layers, num_experts, **options)
     return RoutedLayer(made, make_grid(dim, num_layers, num_experts, expert, hidden, num_hidden), dim, stream=stream)
 
 

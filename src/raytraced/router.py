@@ -123,7 +123,8 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         for name, value in (("dim", dim), ("num_layers", num_layers), ("num_experts", num_experts)):
-            require(isinstance(value, Integral), name, repr(value), "must be a whole number")
+            is_count = isinstance(value, Integral) and not isinstance(value, bool)
+            require(is_count, name, repr(value), "must be a whole number")
             require(value >= 1, name, value, "must be at least 1")
         require(num_rounds >= 1, "num_rounds", num_rounds, "must be at least 1")
         self.num_layers, self.num_experts, self.num_rounds = num_layers, num_experts, num_rounds

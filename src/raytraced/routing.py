@@ -5,14 +5,14 @@ K inputs of a node (1 in the first layer, N in the others), D width, R rank of t
 """
 
 from contextlib import nullcontext
-from math import isfinite
+from numbers import Real
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raytraced.errors import require_one_of
+from raytraced.errors import require, require_one_of
 
 GateInit = Literal["normal", "uniform"]
 
@@ -61,6 +61,15 @@ def input_logits(hidden_BD: Tensor, weight_RD: Tensor, weight_LNOR: Tensor) -> T
     return F.linear(reduced_BR, weight_LNOR.flatten(0, 2)).view(-1, *weight_LNOR.shape[:3])
 
 
+def check_gate_options(gate_init: GateInit, scale_init: bool, output_logit_offset: float) -> None:
+    """Refuse options of fresh gates that have no meaning."""
+    require_one_of("gate_init", gate_init, get_args(GateInit))
+    require(isinstance(scale_init, bool), "scale_init", repr(scale_init), "must be True or False")
+    is_number = isinstance(output_logit_offset, Real) and not isinstance(output_logit_offset, bool)
+    fits = is_number and abs(output_logit_offset) < float("inf")
+    require(fits, "output_logit_offset", repr(output_logit_offset), "must be finite, a number; the paper has 0")
+
+
 class RoutingNetwork(nn.Module):
     """The paper's routing network: one softmax gate per node passes firing rate from the entry to the output node.
 
@@ -92,9 +101,7 @@ class RoutingNetwork(nn.Module):
         output_logit_offset: float = 0.0,
     ) -> None:
         super().__init__()
-        require_one_of("gate_init", gate_init, get_args(GateInit))
-        if not isfinite(output_logit_offset):
-            raise ValueError(f"output_logit_offset={output_logit_offset}: must be finite; the paper has 0")
+        check_gate_options(gate_init, scale_init, output_logit_offset)
         for name, value in (("num_layers", num_layers), ("num_experts", num_experts)):
             if value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")

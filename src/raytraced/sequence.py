@@ -302,21 +302,27 @@ def expert_weights(weighting: str, active_BLN: Tensor, rates_BLN: Tensor, scale:
 
 
 STOP_RULE = "must be drawn, dominant, or a number above 0 that multiplies the output node's rate"
+LARGEST_STOP = torch.finfo(torch.float32).max  # beyond it the product with a rate of 0 would be NaN
 
 
 def check_stop(stop: Any) -> None:
-    """Refuse a rule for the output node that is no word of `Stop`, no number above 0, and no tensor of such numbers."""
+    """Refuse a rule for the output node that is no word of `Stop`, no number above 0 in float32's range, no tensor of such."""
     if isinstance(stop, Tensor):
         require(stop.dtype is not torch.bool and not stop.is_complex(), "stop", stop.dtype, "must hold real numbers")
         # Values on a GPU are not read: that would wait for all queued work.
-        if stop.device.type not in FIXED_STEPS_ON and any_seen(bad := ~((stop > 0) & (stop < float("inf")))):
+        if stop.device.type not in FIXED_STEPS_ON and any_seen(bad := ~((stop > 0) & stop.float().isfinite())):
             value = float(stop[bad].flatten()[0])
-            raise ValueError(f"stop={value:g} in a tensor: must be above 0 and finite; smaller values run more experts")
+            raise ValueError(
+                f"stop={value:g} in a tensor: must be above 0 and finite in float32; smaller values run more experts"
+            )
     elif isinstance(stop, str):
         require_one_of("stop", stop, ("drawn", "dominant"))
     else:
-        is_weight = isinstance(stop, Real) and not isinstance(stop, bool) and 0 < float(stop) < float("inf")
+        value = stop  # of any type: the types of numbers know no order of Real
+        is_weight = isinstance(stop, Real) and not isinstance(stop, bool) and 0 < value < float("inf")
         require(is_weight, "stop", repr(stop), STOP_RULE)
+        rule = f"must be at most {LARGEST_STOP:.3g}, float32's largest number; smaller values run more experts"
+        require(value <= LARGEST_STOP, "stop", repr(stop), rule)
 
 
 def check_sequence_options(
@@ -331,12 +337,9 @@ def check_sequence_options(
     require_one_of("select", select, ("sample", "greedy"))
     check_stop(stop)
     require_one_of("estimator", estimator, get_args(Estimator))
-    require(
-        0 < temperature < float("inf"),
-        "temperature",
-        temperature,
-        "must be positive and finite; the paper has 10 to 50",
-    )
+    is_number = isinstance(temperature, Real) and not isinstance(temperature, bool)
+    fits = is_number and 0 < temperature < float("inf")
+    require(fits, "temperature", repr(temperature), "must be positive and finite; the paper has 10 to 50")
     check_budget(max_experts)
 
 

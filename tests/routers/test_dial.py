@@ -216,6 +216,11 @@ def test_a_bad_range_is_refused_in_one_line(stop_range):
     assert "\n" not in str(error.value)
 
 
+def test_a_range_beyond_float32_is_refused():
+    with pytest.raises(ValueError, match=r"^stop_range=\(1.0, 1e\+39\): must be at most 3.4e\+38, float32's largest$"):
+        RaytracedConfig(stop_range=(1.0, 1e39))
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [("weight_scale", 0.0), ("weight_scale", float("nan")), ("entry_scale", -1.0), ("input_init_std", -0.1),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from raytraced import kernels
 from raytraced.early_exit import ExitPolicy
 from raytraced.experts import Stream, make_grid, run_dense
-from raytraced.layer import LayerOutput, RoutedLayer
+from raytraced.layer import LayerOutput, RoutedLayer, router_width
 from raytraced.replay import check_gradient
 from raytraced.rng import RandomSource, log_uniform, new_seed
 from raytraced.router import Call, Choice, Cost, Fusable, Router
@@ -295,7 +295,7 @@ class RaytracedExperts(Fusable, RoutedLayer):
             config = RaytracedConfig(**options)
         elif options:
             raise ValueError(f"{', '.join(options)}: give either config or single options, not both")
-        router = RaytracedRouter(routing_dim or dim, num_layers, num_experts, config)
+        router = RaytracedRouter(router_width(dim, routing_dim), num_layers, num_experts, config)
         grid = make_grid(dim, num_layers, num_experts, expert, hidden, num_hidden)
         super().__init__(router, grid, dim, stream=config.stream)
         # A model on the meta device is about to get trained weights, or is only measured.

@@ -1,14 +1,13 @@
 """The options of a raytraced layer, and which of their values are allowed."""
 
 from dataclasses import dataclass, replace
-from math import isfinite
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from raytraced.errors import require, require_one_of
 from raytraced.experts import StreamName
-from raytraced.routing import GateInit
-from raytraced.sequence import Estimator, Select, Stop, check_sequence_options
+from raytraced.routing import GateInit, check_gate_options
+from raytraced.sequence import LARGEST_STOP, Estimator, Select, Stop, check_sequence_options
 
 Weighting = Literal["auto", "unit", "rates-to-one", "rates", "relative"]
 MaskGradient = Literal["all", "active"]
@@ -68,6 +67,7 @@ class RaytracedConfig:
         for name in ("weight_scale", "entry_scale"):
             value = getattr(self, name)
             require(_is_number(value) and value > 0, name, repr(value), "must be a number above 0")
+        check_gate_options(self.gate_init, self.scale_init, self.output_logit_offset)
         std = self.input_init_std
         require(_is_number(std) and std >= 0, "input_init_std", repr(std), "must be a number, at least 0; 0: zeros")
         if self.stop_range is not None:
@@ -92,8 +92,9 @@ class RaytracedConfig:
         return replace(self, weighting="relative" if is_small else "rates-to-one")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+def _is_number(value: Any) -> bool:
+    number = value  # of any type: the types of numbers know no order of Real
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(abs(number) < float("inf"))
 
 
 def check_stop_range(stop_range: Any) -> tuple[float, float]:
@@ -103,4 +104,7 @@ def check_stop_range(stop_range: Any) -> tuple[float, float]:
     low, high = stop_range
     fits = _is_number(low) and _is_number(high) and 0 < low <= high
     require(fits, "stop_range", repr(stop_range), rule)
+    require(
+        high <= LARGEST_STOP, "stop_range", repr(stop_range), f"must be at most {LARGEST_STOP:.3g}, float32's largest"
+    )
     return low, high
