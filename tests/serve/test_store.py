@@ -9,6 +9,7 @@ import torch
 import raytraced
 from experiments.server.process import ServerProcess
 from raytraced import kernels
+from raytraced.cli.main import main
 from raytraced.serve.answering import Query
 from raytraced.serve.app import Server
 from raytraced.serve.generation import Sampling
@@ -74,7 +75,13 @@ def test_a_server_with_a_limit_of_memory_answers_as_one_without(folder):
         with urllib.request.urlopen(request, timeout=60) as response:
             return [choice["text"] for choice in json.load(response)["choices"]]
 
-    with ServerProcess(str(folder / "store.safetensors"), "--memory", str(memory)) as server:
-        stored = ask(server.address)
+    with ServerProcess("mre-digits", str(folder / "store.safetensors"), "--memory", str(memory)) as server:
+        stored = ask(server.address)  # the limit is for stores; other models are served beside them
     for address in running(Server([serve_model(str(folder / "plain.safetensors"))])):
         assert stored == ask(address)
+
+
+def test_a_limit_of_memory_without_a_store_is_refused_in_one_line(folder, capsys):
+    assert main(["serve", str(folder / "plain.safetensors"), "--memory", "1MB", "--port", "0"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "memory=1MB: none of the models is a store; `raytraced store RUN FILE` writes one, serve that" in line

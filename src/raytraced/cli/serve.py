@@ -62,12 +62,16 @@ def serve(
         import torch
         import uvicorn
 
+        from raytraced.io.saving import is_store
         from raytraced.serve.app import Server
         from raytraced.serve.limits import Limits
         from raytraced.serve.models import serve_model
 
         torch.set_num_threads(threads)
-        served = [serve_model(source, memory=memory) for source in sources]
+        stores = [source for source in sources if memory is not None and is_store(source)]
+        rule = "none of the models is a store; `raytraced store RUN FILE` writes one, serve that"
+        require(memory is None or bool(stores), "memory", memory, rule)
+        served = [serve_model(source, memory=memory if source in stores else None) for source in sources]
         known = [one.name for one in served]
         if doubled := [name for name in known if known.count(name) > 1]:
             raise ValueError(f"{printable(doubled[0])}: two models have this name; rename a folder or file")

@@ -133,7 +133,7 @@ def load(source: str | Path, *, memory: int | str | None = None, direct: bool | 
         its data and its training.
     """
     path = find_model_file(source)
-    stated = STORE_FORMAT if is_index(path) else read_format(path)
+    stated = stated_format(path)
     if stated == STORE_FORMAT:
         limit = None if memory is None else parse_size("memory", memory)
         file = open_store(path)
@@ -145,6 +145,23 @@ def load(source: str | Path, *, memory: int | str | None = None, direct: bool | 
         raise ValueError(f"{option}: {path} is not a store; `raytraced store {source} FILE` writes one, load that")
     tensors, text = read_tensors(path, MODEL_FORMAT, "card")
     return load_model(path, text, lambda card: rebuild(card, tensors))
+
+
+def stated_format(path: Path) -> str | None:
+    """The format that a model's file states; an index is that of a store."""
+    return STORE_FORMAT if is_index(path) else read_format(path)
+
+
+def is_store(source: str | Path) -> bool:
+    """Whether a model is in a store, whose experts are read when they are needed.
+
+    Args:
+        source: As for `load`.
+
+    Returns:
+        Whether it is.
+    """
+    return stated_format(find_model_file(source)) == STORE_FORMAT
 
 
 def has_finite_weights(model: Model) -> bool:
