@@ -368,7 +368,7 @@ def test_a_complete_run_is_complete_whatever_became_of_its_config(trained, run_c
         (("train", "--data", ""), "data=: no such data set, file or folder"),
         (("models", "--seed", "-1"), "seed=-1: must lie in 0"),
         (("train", "--data", "shakespeare", "--model", "gpt-mre", "--model-options.context", "9"), "give --data_options.context"),
-        (("train", "--data", "shakespeare", "--model", "gpt-mre", "--exit-loss", "0.5"), "(exit_loss 0)"),
+        (("train", "--data", "shakespeare", "--model", "gpt-mre", "--exit-loss", "0.5"), "exit_loss=0.5: model 'gpt-mre' has no exits; leave it at 0"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line_with_their_remedy(tmp_path, monkeypatch, run_command, words, expected):

@@ -133,7 +133,9 @@ def test_data_of_another_shape_and_options_of_other_models_are_refused(finished,
     shape = error(str(finished.path), "--data", str(tmp_path / "large.npz"))
     assert "large: has images of shape (1, 16, 8); mre was trained on (1, 8, 8)" in shape
     assert main(["train", *options, "--runs-dir", str(tmp_path), "--name", "k", "--model", "top-k", "--quiet"]) == 0
-    assert "max_experts: only for models that answer along the way" in error(str(tmp_path / "k"), "--max-experts", "1")
+    assert "max_experts=1: only for models that answer along the way" in error(
+        str(tmp_path / "k"), "--max-experts", "1"
+    )
     assert "batch_size=0: must be at least 1" in error(str(finished.path), "--batch-size", "0")
 
 

@@ -423,8 +423,8 @@ def test_the_whole_test_set_has_the_same_labels(tmp_path):
         (["--format", "tflite"], "format=tflite: must be one of onnx, torch"),
         (["--pixels", "int"], "pixels=int: must be one of uint8, float"),
         (["--stop", "0"], "stop=0.0: must be"),
-        (["--stop", "0.5", "--route"], "stop=0.5: must be left out with route, which says what runs"),
-        (["--experts", "3"], "experts=3.0: the card of mre has no table of budgets; run raytraced calibrate first"),
+        (["--stop", "0.5", "--route"], "stop=0.5: must be left out with --route, which says what runs"),
+        (["--experts", "3"], "experts=3.0: the card of mre has no table of budgets; run `raytraced calibrate"),
         (["--stop", "0.5", "--effort", "1"], "effort=1.0: give either stop or a budget, not both"),
     ],
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Literal, cast
 
+from raytraced.cli.budgets import check_budget_options, check_without_route
 from raytraced.cli.training import find_source
 from raytraced.errors import printable
 
@@ -35,12 +36,15 @@ def export(
         pixels: Type of the images: bytes (uint8) or fractions in 0 … 1 (float).
         opset: Version of ONNX's operators, 18 to 23.
     """
+    if route:
+        check_without_route("--route", stop=stop, experts=experts, effort=effort)
     source = find_source(run, runs_dir, weights)
     path = Path(output or Path(run).name.removesuffix(".safetensors") + ENDINGS[format])
     from raytraced.io.export import export as write
     from raytraced.io.saving import load
 
     model = load(source)
+    check_budget_options(model, source, stop=stop, experts=experts, effort=effort)
     dial = cast("float | None", model.resolve_budget(stop, experts, effort))
     inputs, outputs = write(model, path, format, pixels=pixels, prefixes=prefixes, route=route, stop=dial, opset=opset)
     print(

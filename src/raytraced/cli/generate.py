@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import Literal
 
+from raytraced.cli.budgets import check_budget_options
 from raytraced.cli.training import find_source
 from raytraced.errors import check_seed, require
 
@@ -71,9 +72,7 @@ def generate(
         raise ValueError(
             f"{run}: is {model.name}, which is not a language model; generate needs a model of the family gpt"
         )
-    rule = f"only for models that answer along the way, {model.name} does not"
-    for name, value in (("max_experts", max_experts), ("stop", stop)):
-        require(value is None or model.answers_along_the_way, name, value, rule)
+    check_budget_options(model, source, max_experts=max_experts, stop=stop, experts=experts, effort=effort)
     codec, place = Codec(model), choose_device(device, model)
     tokens = codec.encode_prompt("prompt", os.fsencode(prompt))
     drawn = model.to(place).generate(

@@ -10,6 +10,7 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from raytraced.cli.budgets import check_budget_options, check_without_route
 from raytraced.errors import DivergedError, check_seed, check_threads, printable, require
 from raytraced.io.finding import PRETRAINED, find_model_place, find_weights
 from raytraced.models.dial import check_greedy
@@ -150,6 +151,9 @@ def evaluate(
     require(batch_size >= 1, "batch_size", batch_size, "must be at least 1")
     check_seed(seed)
     check_greedy(select, experts, effort)
+    if routes is not None:
+        chosen = {"select": select, "max_experts": max_experts, "stop": stop, "experts": experts, "effort": effort}
+        check_without_route("--routes", **chosen, confidence=confidence)
     has_effect = exit_every is None or confidence is not None
     require(has_effect, "exit_every", exit_every, "has no effect without --confidence: give it too")
     source = find_source(run, runs_dir, weights)
@@ -164,9 +168,8 @@ def evaluate(
     options = {"select": select, "max_experts": max_experts, "confidence": confidence, "exit_every": exit_every}
     options |= {"stop": stop, "experts": experts, "effort": effort}
     asked: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    along = [name for name in ("select", "max_experts", "stop") if name in asked]
-    if along and not model.answers_along_the_way:
-        raise ValueError(f"{', '.join(along)}: only for models that answer along the way, {model.name} does not")
+    along = ("select", "max_experts", "stop", "experts", "effort")
+    check_budget_options(model, source, **{name: options[name] for name in along})
     if max_bytes is not None:
         asked["max_bytes"] = parse_deadline(model, max_bytes)
     world = World(0, 1, choose_device(device, model))
@@ -241,8 +244,8 @@ def open_model(
 
 def calibrate(
     run: str,
-    within: float = 0.1,
-    exit_every: Literal["layer", "expert"] = "layer",
+    within: float | None = None,
+    exit_every: Literal["layer", "expert"] | None = None,
     data: str | None = None,
     data_root: str | None = None,
     output: str | None = None,
@@ -255,22 +258,34 @@ def calibrate(
     the loss at several values of --stop, by which the options --experts and --effort of other commands are understood.
 
     Args:
-        within: Points of accuracy that may be lost on validation data.
+        within: Points of accuracy that may be lost on validation data, for models with exits (default: 0.1).
+        exit_every: Where the exits are: after every layer (default) or after every expert.
         output: The model file to write (default: the model's own file; required for a shipped model).
     """
+    require(within is None or within >= 0, "within", within, "must be at least 0 points")
+    if output is not None:
+        require(output.endswith(".safetensors"), "output", output, "must end in .safetensors")
+        require(Path(output).parent.is_dir(), "output", output, "its folder does not exist; make it first")
+        require(not Path(output).is_dir(), "output", output, "is a folder; give the name of a file")
     source = find_source(run, runs_dir)
     from raytraced.io.finding import find_model_file
-    from raytraced.io.saving import save
+    from raytraced.io.saving import is_store, save
     from raytraced.tables import make_table, print_table
     from raytraced.training.calibration import calibration, has_dial, has_exits, measure_dial
 
     place = Path(output) if output else find_model_file(source, runs_dir)
     is_shipped = place.parent == PRETRAINED
     require(not is_shipped, "run", run, "is a shipped model, which is not changed; give a file to write with --output")
+    rule = "is a store, which is not changed; calibrate the run, then write the store"
+    require(not is_store(source), "run", run, rule)
     model, task, dataset = open_model(source, data, data_root)
+    for name, value in (("within", within), ("exit_every", exit_every)):
+        rule = f"is for models with exits, {model.name} has none; leave it out"
+        require(value is None or has_exits(model), name, value, rule)
+    points = 0.1 if within is None else within
     with naming(source):
         dial = measure_dial(model, task, dataset) if has_dial(model) else {}
-        found = calibration(model, task, dataset, within, exit_every) if has_exits(model) or not dial else {}
+        found = calibration(model, task, dataset, points, exit_every or "layer") if has_exits(model) or not dial else {}
     model.card = replace(model.card, calibration=found, dial=dial)
     save(model, place)
     if json:
@@ -331,6 +346,7 @@ def predict(
     if model.card.task is None:
         raise ValueError(f"{source}: its card names no task, so it is unknown how to read files for it")
     picture = None if sequence is None else Path(sequence)
+    check_budget_options(model, source, max_experts=max_experts, stop=stop, experts=experts, effort=effort)
     asked = {"max_experts": max_experts, "confidence": confidence, "stop": model.resolve_budget(stop, experts, effort)}
     task = named_task(model.card.task, model.card.plugins)
     with naming(source):
