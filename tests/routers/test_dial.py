@@ -216,6 +216,15 @@ def test_a_bad_range_is_refused_in_one_line(stop_range):
     assert "\n" not in str(error.value)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("budget", [True, 1.0])
+def test_a_plan_is_not_looked_up_by_what_is_no_number_of_experts(budget):
+    model, tokens = rt.build("gpt-mre", dim=16, hidden=8, num_heads=2, context=16).eval(), torch.tensor([[1, 2]])
+    model(tokens, max_experts=1)  # fills the table of paths, whose key is equal
+    with pytest.raises(ValueError, match=f"^max_experts={budget}: must be a whole number, at least 0"):
+        model(tokens, max_experts=budget)
+
+
 def test_a_range_beyond_float32_is_refused():
     with pytest.raises(ValueError, match=r"^stop_range=\(1.0, 1e\+39\): must be at most 3.4e\+38, float32's largest$"):
         RaytracedConfig(stop_range=(1.0, 1e39))

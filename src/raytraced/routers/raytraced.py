@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from raytraced import kernels
 from raytraced.early_exit import ExitPolicy
+from raytraced.errors import check_budget
 from raytraced.experts import Stream, make_grid, run_dense
 from raytraced.layer import LayerOutput, RoutedLayer, router_width
 from raytraced.replay import check_gradient
@@ -199,6 +200,7 @@ class RaytracedRouter(Fusable, Router):
         return Choice(route.active, self.weigh(route), route=route)
 
     def alike(self, call: Call) -> bool:
+        check_budget(call.max_experts)  # before a plan is looked up, where True and 1.0 would find that of 1
         differs = isinstance(call.stop, Tensor) or self.draws_stop(call)  # by row, not by vector
         return self.resolve_select(call) == "greedy" and not differs and call.route is None
 
