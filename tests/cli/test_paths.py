@@ -128,7 +128,7 @@ def test_a_model_without_a_table_is_refused_in_one_line(saved, model, capsys, tm
         "text='': must have at least one character": [str(model), "--text", ""],
         "none/a.csv: folder": [str(model), "--output", f"{tmp_path}/none/a.csv"],
         "stop=0.0: must be": [str(model), "--stop", "0"],
-        "no table of budgets; run raytraced calibrate first": [str(model), "--experts", "4"],
+        "has no table of budgets; run `raytraced calibrate": [str(model), "--experts", "4"],
         "text: has 99 bytes; the context of gpt-mre is 16": [str(model), "--text", "a" * 99],
     }
     cases["text: has 98 bytes"] = [str(model), "--text", "b" * 98, "--output", str(tmp_path / "left.csv")]

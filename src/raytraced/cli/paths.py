@@ -5,6 +5,7 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from raytraced.cli.budgets import check_budget_options
 from raytraced.cli.training import find_source
 from raytraced.errors import printable, require
 
@@ -58,6 +59,7 @@ def paths(
     if not isinstance(model, GPT):
         reason = "an image has no token, so its path is known only when it is run"
         raise ValueError(f"{run}: is {model.name}, which is not a language model; {reason}")
+    check_budget_options(model, source, stop=stop, experts=experts, effort=effort)
     budget: dict[str, Any] = {"stop": stop, "experts": experts, "effort": effort, "max_experts": max_experts}
     table, codec = model.paths(**budget), Codec(model)
     words = [repr(content)[1:] for content in codec.bytes_of]

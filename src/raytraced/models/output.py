@@ -16,7 +16,7 @@ from raytraced.early_exit import BudgetExits, Confidence, ExitEvery, ExitPolicy,
 from raytraced.errors import require
 from raytraced.layer import LayerOutput, RoutedLayer
 from raytraced.models.card import ModelCard
-from raytraced.models.dial import find_stop
+from raytraced.models.dial import check_greedy, find_stop
 from raytraced.rng import RandomSource, ReplayedGenerator, check_generator
 from raytraced.router import Call, Cost
 from raytraced.rows import flat, flat_mask, flat_stop
@@ -108,12 +108,15 @@ class Model(nn.Module):
         Returns:
             Output with `logits` (B, Y) or (B, T, Y) and `routes`.
         """
+        check_greedy(select, experts, effort)
+        if routes is not None:
+            others: dict[str, Any] = {"select": select, "max_experts": max_experts, "budgets": budgets or None}
+            others |= {"confidence": confidence, "max_ms": max_ms, "stop": stop, "experts": experts, "effort": effort}
+            for option, given in others.items():
+                require(given is None, option, given, "must be left out with routes, which say what runs")
         stop = self.resolve_budget(stop, experts, effort)
         call = Call(select, max_experts, generator, rows, exits, stop)
         if routes is not None:
-            others: dict[str, Any] = {"select": select, "max_experts": max_experts, "budgets": budgets or None}
-            for option, given in (others | {"confidence": confidence, "max_ms": max_ms, "stop": stop}).items():
-                require(given is None, option, given, "must be left out with routes, which say what runs")
             call = call._replace(route=self._only_route(routes))
         if confidence is not None or max_ms is not None:
             for name, value in (("budgets", budgets), ("sample_loss_fn", sample_loss_fn)):

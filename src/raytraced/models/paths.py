@@ -22,7 +22,7 @@ from raytraced.store.budget import ByteBudget
 
 MOST_TABLES = 8  # one per budget and stop; a caller that asks for another one each time must not fill the memory
 IN_USE = 64  # a table is kept for so many lookups of others
-FEW_ROWS = 8  # rows fewer than this part of the vocabulary are computed on their own where no table may be dropped
+SMALL_PART = 8  # rows fewer than this part of the vocabulary are computed on their own where no table may be dropped
 MOST_COMPARED = 65_536  # entries of a parameter
 
 
@@ -133,7 +133,7 @@ class PathTables:
             if len(self.tables) >= MOST_TABLES:
                 oldest = next(iter(self.tables))
                 num_words = len(self.tables[oldest].active)
-                if self.num_lookups - self.last_used[oldest] < IN_USE and num_tokens < num_words // FEW_ROWS:
+                if self.num_lookups - self.last_used[oldest] < IN_USE and num_tokens < num_words // SMALL_PART:
                     return None
                 del self.tables[oldest], self.last_used[oldest]
             table = without_padding(compute())
