@@ -92,7 +92,8 @@ def test_baselines_of_the_final_loss_are_not_ours_and_not_trained_with_exits(rec
     assert found.against(found.threshold).mean == pytest.approx(-3)
     assert found.against(found.threshold).verdict == BEHIND
     (row,) = final_loss_table(Results(runs)).rows
-    assert row[4:] == ["threshold", "85.50 ± 0.50", "14,540", "-3.00 ± 0.71", BEHIND, "-3.00 ± 0.71", "14,540", BEHIND]
+    above = ["-3.00 ± 0.71", BEHIND]
+    assert row[4:] == ["threshold", "85.50 ± 0.50", "14,540", *above, above[0], "14,540", BEHIND, *above]
     assert compare_final_loss(Results(runs[:-2]), "mnist") is None
 
 
