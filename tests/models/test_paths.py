@@ -353,8 +353,8 @@ def test_cards_of_the_old_form_are_refused_in_one_line(tmp_path):
 def test_a_budget_is_for_greedy_choices_and_not_for_recorded_routes():
     model, text = build(), tokens()
     model.card = replace(model.card, dial=DIAL)
-    with pytest.raises(ValueError, match="^experts=4.0: must be left out with select=sample"):
+    with pytest.raises(ValueError, match=r"^experts=4\.0: must be left out with select=sample"):
         model(text, select="sample", experts=4.0)
     routes = model(text).routes
-    with pytest.raises(ValueError, match="^effort=0.9: must be left out with routes, which say what runs$"):
+    with pytest.raises(ValueError, match=r"^effort=0\.9: must be left out with routes, which say what runs$"):
         model(text, routes=routes, effort=0.9)
