@@ -201,11 +201,12 @@ def print_plan(parts: list[str], scale: Scale, selected: Selection, folder: Path
     whole = Planner(replace(scale, fixed_lr=1.0), {})  # any rate serves to count the runs that wait for a search
     planned = collect_runs(parts, find_plan(scale, folder), selected)
     rows = {part: plan.runs_of(part, whole, selected) for part in parts}
+    known = set[str]()
     if missing:
         known = {run.key for run in planned} - {run.key for run in without_records(planned, folder / "records")}
         rows = {part: [run for run in runs if run.key not in known] for part, runs in rows.items()}
     counted = {run.key for runs in rows.values() for run in runs}
-    first = [run for run in planned if run.group == "search" and run.key not in counted]
+    first = [run for run in planned if run.group == "search" and run.key not in counted | known]
     rows = ({"search": first} if first else {}) | rows
     rows["together"] = list({run.key: run for runs in rows.values() for run in runs}.values())
     titles = PARTS | {"search": "Learning rates that must be searched for first", "together": "each run once"}

@@ -82,7 +82,7 @@ def draw_part(part: str, results: Results, names: list[str], data_root: str | No
     """The figures of a part by file name, where there are runs for them."""
     if part in TEXT_PARTS:
         if names:  # else there are records of searches alone
-            shared = {"pairs": "text", "main-pairs": "main"}  # one figure has the paths of one token and of two
+            shared = {"text-searches": "text", "pairs": "text", "main-pairs": "main"}  # parts of one figure
             yield shared.get(part, part), text_figure(results, names)
         return
     wide = part in ("union", "wide")

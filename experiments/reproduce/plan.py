@@ -242,15 +242,24 @@ PARTS = {
     "early-exit": "Early exit: accuracy against MACs",
     "wide": "Accuracy against MACs on the union, with experts of width 128",
     "text": "Bits per byte against MACs: language models",
+    "text-searches": "A search for every one of these models, in place of those that they share: to compare, nothing follows",
     "pairs": "The same on bytes for paths that depend on two tokens, into the folder of text",
     "words": "The same over words of several bytes, trained for longer",
     "main": "The same at the main size: words, trained for longest, a search for each model",
     "main-pairs": "The main size for paths that depend on two tokens, into its folder",
     "ship": "Trained models for the package",
 }
-TEXT_PARTS = {"text": TEXT, "pairs": TEXT, "words": TEXT_WORDS, "main": TEXT_MAIN, "main-pairs": TEXT_MAIN}
+TEXT_PARTS = {
+    "text": TEXT,
+    "text-searches": TEXT,
+    "pairs": TEXT,
+    "words": TEXT_WORDS,
+    "main": TEXT_MAIN,
+    "main-pairs": TEXT_MAIN,
+}
 OWN_FOLDERS = {
     "text": "text",
+    "text-searches": "text",
     "pairs": "text",
     "words": "text-words",
     "main": "text-main",
@@ -288,6 +297,10 @@ def runs_of(part: str, planner: Planner, selected: Selection) -> list[Run]:
     compared = [name for name in tuned if plans[name].wide == (part == "union")]
     if part == "lr":
         return [run for name, one in product(compared, variants.PAPER_VARIANTS) for run in planner.search(one, name)]
+    if part == "text-searches":
+        return [
+            run for name, one in product(texts, variants.searched_text_variants()) for run in planner.search(one, name)
+        ]
     frontier = [("main", variants.swept_variants(plans[name].targets), [name], some) for name in compared]
     frontier += [("main", variants.compared_variants(plans[name].wide), [name], many) for name in compared]
     taus, recipes = variants.temperature_variants(scale.temperatures), (variants.MRE, variants.MRE_PAPER)

@@ -77,6 +77,7 @@ SHARED = (
     "Every model has the rate of its group: MRE, dense, planned by the token, chosen by their own input; models of two tokens "
     "have searches of their own."
 )
+COMPARED = "The other models were searched afterwards, to compare: no run has their rates."
 OWN = "Every model has a search of its own."
 
 
@@ -266,7 +267,8 @@ def text_tables(results: Results, seconds: Seconds, scale: Scale = TEXT) -> list
         ]
     tables.append(seconds_table(seconds))
     (steps,) = {one.search_epochs * WINDOWS["steps"] for one in scale.data.values()}
-    searched = SEARCHED.format(steps=steps, shared=OWN if scale is TEXT_MAIN else SHARED)
+    whose = {"main": OWN, "text": f"{SHARED} {COMPARED}"}.get(part_of(scale), SHARED)
+    searched = SEARCHED.format(steps=steps, shared=whose)
     tables.append(search_table(results, lambda score: f"{-score:.3f}", searched))
     return [table for table in tables if table.rows]
 

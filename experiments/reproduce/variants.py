@@ -265,6 +265,11 @@ def more_text_variants() -> tuple[Variant, ...]:
     )
 
 
+def searched_text_variants() -> tuple[Variant, ...]:
+    """All models on bytes, each with a search of its own."""
+    return tuple(replace(one, tuned_as=None) for one in (*text_variants(), *more_text_variants()))
+
+
 # How each shipped image model was trained: name → data set and recipe.
 SHIPPED_RECIPES = {
     name: (name.removeprefix("mre-").removeprefix("paper-"), MRE_PAPER if "paper" in name else MRE)

@@ -67,6 +67,22 @@ def test_all_searches_have_as_many_runs():
     assert set(grids.values()) == {BYTES.grid}  # no model gets a fourth run
 
 
+def test_every_model_on_bytes_may_be_searched_and_no_run_follows():
+    labels = {one.label for one in (*text_variants(), *more_text_variants())}
+    runs = collect_runs(["text-searches"], Planner(TEXT, {}), None)
+    assert {run.group for run in runs} == {"search"}
+    assert Counter(run.family for run in runs) == dict.fromkeys(labels, len(BYTES.grid))
+    rates, _ = read_searches(Results(search_record(run, -2.5 - run.config.lr) for run in runs), TEXT)
+    assert set(rates["enwik8"]) == labels
+    shared = {label: rates["enwik8"][label] for label in RATES["enwik8"]}
+    own = dict.fromkeys(labels, 1.0) | shared  # the rates of the groups count, not those of the models
+    configs = [
+        [run.digest for run in collect_runs(["text"], Planner(TEXT, {"enwik8": known}), None)]
+        for known in (own, shared)
+    ]
+    assert configs[0] == configs[1]
+
+
 def search_record(run, score):
     return Record(**vars(run), validation={"bits_per_byte": -score})
 
