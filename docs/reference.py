@@ -128,7 +128,7 @@ PAGES = {
 INTERNAL = {
     "Classifier": {"answer_of"},
     "ExpertPool": {"slot"},
-    "GPT": {"check", "describe", "resize_routing_embedding", "routing_vectors", "train"},
+    "GPT": {"check", "resize_routing_embedding", "routing_vectors", "routing_weight", "train"},
     "MLPExperts": {"stacks", "unstacked"},
     "Model": {"fused_early_exit"},
     "RaytracedConfig": {"register_for_auto_class"},

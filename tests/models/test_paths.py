@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 import raytraced
 from raytraced import kernels
 from raytraced.cost import sample_cost
+from raytraced.models import planning
 from raytraced.models.dial import find_stop
 from raytraced.models.gpt import KVCache
 from raytraced.models.paths import IN_USE, MOST_TABLES
@@ -134,8 +135,13 @@ def test_more_dials_than_tables_are_computed_without_dropping_those_in_use(monke
     stops = [0.1 + 0.01 * number for number in range(MOST_TABLES + 1)]
     expected = [build()(text[None], stop=stop).logits for stop in stops]
     made = []
-    plan_vocabulary = model._plan_vocabulary
-    monkeypatch.setattr(model, "_plan_vocabulary", lambda call: made.append(call.stop) or plan_vocabulary(call))
+    plan_vocabulary = planning.plan_vocabulary
+
+    def count(model, call):
+        made.append(call.stop)
+        return plan_vocabulary(model, call)
+
+    monkeypatch.setattr(planning, "plan_vocabulary", count)
     for _ in range(3):
         for stop, logits in zip(stops, expected, strict=True):
             assert torch.equal(model(text[None], stop=stop).logits, logits)

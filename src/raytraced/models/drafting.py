@@ -19,6 +19,7 @@ from torch import Tensor
 
 from raytraced.errors import check_budget, require
 from raytraced.models.caches import KVCache, NextTokens, window_start
+from raytraced.models.planning import plan_words
 from raytraced.models.sampling import Drawn, draw_token, kept_probabilities
 from raytraced.router import Call
 from raytraced.rows import flat_stop
@@ -71,7 +72,7 @@ def generate_drafted(model: "GPT", prompt_1T: Tensor, num_tokens: int, options: 
             token_1, before_1 = (
                 torch.tensor([one], device=prompt_1T.device) for one in (token, text[max(len(text) - 2, first)])
             )
-            paths = model.describe(token_1, before_1, call) if model.path_follows_token else None
+            paths = plan_words(model, token_1, before_1, call) if model.path_follows_token else None
             yield Drawn(token_1, experts_n[number : number + 1], paths, number < len(tokens) - 1)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from raytraced.errors import require
 from raytraced.models.caches import KVCache, window_start
 from raytraced.models.drafting import Drafting, generate_drafted
+from raytraced.models.planning import plan_words
 from raytraced.models.sampling import Drawn, draw_token
 from raytraced.models.store_reading import byte_budgets, following, read_ahead
 from raytraced.router import Call
@@ -117,7 +118,7 @@ def generate_texts(model: "GPT", prompt_BT: Tensor, num_tokens: int, options: Ge
                 out = model(window.pending(), max_experts=options.max_experts, stop=stop, **own)
             token_B = draw_token(out.logits[:, -1], options.temperature, options.top_p, options.generator)
             window.append(token_B)
-            paths = model.describe(token_B, window.before_last(), call) if model.path_follows_token else None
+            paths = plan_words(model, token_B, window.before_last(), call) if model.path_follows_token else None
             # The next pass runs this token alone, unless it begins again, or there is none.
             is_next = options.cached and number < num_tokens - 1 and not window.is_full
             ahead = read_ahead(grid, paths, by_rank=max_ms is not None) if is_next and max_bytes is None else None

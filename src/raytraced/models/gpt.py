@@ -12,27 +12,18 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from raytraced import kernels
-from raytraced.errors import check_budget, require, require_one_of
+from raytraced.errors import require, require_one_of
 from raytraced.layer import RoutedLayer
 from raytraced.models.attention import Attention, causal_mask
-from raytraced.models.caches import KVCache, TextCaches, multiply_apart, tokens_before
+from raytraced.models.caches import KVCache, TextCaches, multiply_apart
 from raytraced.models.expert_pass import ExpertPass
 from raytraced.models.generation import GenerationOptions, generate_texts
 from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost, num_parameters
-from raytraced.models.paths import (
-    Paths,
-    PathTables,
-    alternate,
-    can_be_read,
-    choose_rows,
-    describe_paths,
-    plain_options,
-    within_bytes,
-)
+from raytraced.models.paths import Paths, PathTables, within_bytes
+from raytraced.models.planning import plan_pass, plan_words, whole_numbers, words
 from raytraced.models.sampling import Drawn
 from raytraced.models.store_reading import byte_budgets, read_planned, time_limit
-from raytraced.router import Call, Choice, Cost
+from raytraced.router import Call, Cost
 from raytraced.rows import flat_stop
 from raytraced.sequence import StopPerRow
 from raytraced.store.budget import ByteBudget
@@ -63,13 +54,6 @@ class Block(nn.Module):
         attended_BTD = self.attention(self.norm_attention(x_BTD), positions, mask_BTS, cache, number)
         x_BTD = x_BTD + attended_BTD
         return x_BTD + experts.update(number, self.norm_experts(x_BTD))
-
-
-def whole_numbers(name: str, values: Tensor) -> Tensor:
-    """Numbers of any integer type as long numbers, so that none of them is taken for a mask; refuses other types."""
-    is_integer = not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
-    require(is_integer, name, values.dtype, "must be whole numbers")
-    return values.long()
 
 
 class GPT(Model):
@@ -200,7 +184,7 @@ class GPT(Model):
         mask_BTS = causal_mask(positions_T, start, mask)
         x_BTD = self._embed(encoded) * self.embedding.embedding_dim**0.5
         if self.path_follows_token:
-            experts.plan = self._plan_pass(encoded, mask, cache, experts)
+            experts.plan = plan_pass(self, encoded, mask, cache, experts)
         if max_bytes is not None:
             read_budgets = read_budgets or byte_budgets(self, max_bytes, len(encoded))
             texts_BT = torch.arange(len(encoded))[:, None].expand(encoded.shape[:2])
@@ -259,62 +243,8 @@ class GPT(Model):
         """Whether a token's path through all blocks is known when the token is known: it consists of rows of a table."""
         return self.routing_input in ("token", "embedding")
 
-    def _plan_pass(
-        self, encoded: Tensor, mask: Tensor | None, cache: KVCache | TextCaches | None, experts: ExpertPass
-    ) -> Choice:
-        """The paths of the tokens of a pass."""
-        call = experts.call
-        if self.path_tokens == 1:
-            return self._plan_tokens(experts.flat(encoded), call)
-        rule = "must be 1 for embeddings in place of tokens, and for recorded routes"
-        require(not encoded.is_floating_point() and call.route is None, "path_tokens", self.path_tokens, rule)
-        before_BT = tokens_before(encoded, mask, cache, len(self.blocks))
-        return self._plan_after(experts.flat(encoded), experts.flat(before_BT), call)
-
-    def _plan_after(self, tokens_n: Tensor, before_n: Tensor, call: Call) -> Choice:
-        """The paths of tokens (n,) that depend on the tokens before them (n,), too; only then are they cut to a budget."""
-        check_budget(call.max_experts)
-        whole = call._replace(max_experts=None)
-        own, before = (self._plan_tokens(words_n, whole) for words_n in (tokens_n, before_n))
-        return alternate(own, before, call.max_experts)
-
-    def _plan_tokens(self, tokens_n: Tensor, call: Call) -> Choice:
-        """The paths of tokens (n,), or of embeddings (n, D) given in their place, before any block runs."""
-        router = self.layer.router
-        if tokens_n.is_floating_point():
-            rule = "routes by tokens; give these, not embeddings"
-            require(self.routing_input != "token", "routing_input", self.routing_input, rule)
-            plan = router.plan(tokens_n * self.embedding.embedding_dim**0.5, call)
-        elif not router.alike(call):
-            plan = router.plan(self.routing_vectors(tokens_n), call)
-        elif self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            if len(tokens_n) < self.vocab_size:
-                plan = router.plan(self.routing_vectors(tokens_n), call)
-            else:  # each word once
-                plan = choose_rows(self._plan_vocabulary(call), tokens_n)
-        else:
-            tensors = [*router.parameters(), *router.buffers(), self._routing_weight]
-            key = call.max_experts, call.stop
-            table = None
-            if can_be_read(tensors):
-                self.path_tables.follow(tensors, plain_options(router))
-                table = self.path_tables.find(key, len(tokens_n), lambda: self._plan_vocabulary(call))
-            if table is None:
-                plan = router.plan(self.routing_vectors(tokens_n), call)
-            else:
-                plan = choose_rows(table, tokens_n)
-        assert plan is not None  # of a router that plans
-        return plan
-
-    def _plan_vocabulary(self, call: Call) -> Choice:
-        """The paths of all words of the vocabulary."""
-        words_V = torch.arange(self.vocab_size, device=self._routing_weight.device)
-        plan = self.layer.router.plan(self.routing_vectors(words_V), call._replace(rows=None))
-        assert plan is not None
-        return plan
-
     @property
-    def _routing_weight(self) -> Tensor:
+    def routing_weight(self) -> Tensor:
         """The embedding by which paths are planned (V, R)."""
         return (self.embedding if self.routing_embedding is None else self.routing_embedding).weight
 
@@ -365,7 +295,7 @@ class GPT(Model):
         """
         rule = "a token's path depends on the text before it; only with token or embedding is it known beforehand"
         require(self.path_follows_token, "routing_input", self.routing_input, f"{self.name}: {rule}")
-        tokens = self._check_words("tokens", tokens)
+        tokens = words("tokens", tokens, self.vocab_size)
         if before is None:
             before = torch.cat((tokens[..., :1], tokens[..., :-1]), -1) if tokens.ndim else tokens
         else:
@@ -373,24 +303,9 @@ class GPT(Model):
             require(
                 before.shape == tokens.shape, "before", tuple(before.shape), f"must be {tuple(tokens.shape)}, as tokens"
             )
-            before = self._check_words("before", before)
+            before = words("before", before, self.vocab_size)
         stop = flat_stop(self.resolve_budget(stop, experts, effort), tokens.shape)
-        return self.describe(tokens, before, Call("greedy", max_experts, stop=stop))
-
-    def _check_words(self, name: str, tokens: Tensor) -> Tensor:
-        """Tokens as long numbers; refuses those that are not words of the vocabulary."""
-        tokens = whole_numbers(name, tokens)
-        inside = not tokens.numel() or (int(tokens.min()) >= 0 and int(tokens.max()) < self.vocab_size)
-        require(inside, name, "[…]", f"some are not in 0 … {self.vocab_size - 1}, the vocabulary")
-        return tokens
-
-    def describe(self, tokens: Tensor, before: Tensor, call: Call) -> Paths:
-        """The paths of tokens (...) after other tokens (...); both are known to be words of the vocabulary."""
-        if self.path_tokens == 1:
-            choice = self._plan_tokens(tokens.flatten(), call)
-        else:
-            choice = self._plan_after(tokens.flatten(), before.flatten(), call)
-        return describe_paths(choice, kernels.expert_macs(self.layer.experts, self.layer.dim), tokens.shape)
+        return plan_words(self, tokens, before, Call("greedy", max_experts, stop=stop))
 
     def paths(
         self,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from raytraced.models.caches import TextCaches
 from raytraced.models.gpt import GPT
+from raytraced.models.planning import plan_words
 from raytraced.models.store_reading import following, read_ahead
 from raytraced.router import Call
 from raytraced.serve.answering import PATIENCE, AnswerFields, Delivery, Query
@@ -104,7 +105,7 @@ class TextBatch:
         first = next_texts[0]
         call = Call("greedy", first.query.max_experts, stop=first.text.stop)
         tokens, before = ([one.pending[0] for one in next_texts], [one.text.before_last() for one in next_texts])
-        paths = model.describe(torch.tensor(tokens), torch.tensor(before), call)
+        paths = plan_words(model, torch.tensor(tokens), torch.tensor(before), call)
         plan = read_ahead(model.layer.experts, paths)
         if plan is not None:
             self.ahead[id(first)] = plan
