@@ -1,8 +1,10 @@
 """Which options of a recipe matter: one is changed at a time, in short runs on validation data.
 
-python -m experiments.depth             # text: trains what is missing, writes benchmarks/depth.md; resumable
-python -m experiments.depth images      # images: writes benchmarks/image-recipe.md
-python -m experiments.depth --redraw    # the table again, from the records
+    python -m experiments.depth             # text: trains what is missing, writes benchmarks/depth.md
+    python -m experiments.depth images      # images: writes benchmarks/image-recipe.md
+    python -m experiments.depth --redraw    # the table again, from the records
+
+Runs that were made are kept: the same command continues after a stop.
 """
 
 import argparse

@@ -4,12 +4,11 @@
     python -m experiments.early_exit_seconds results/runs        # writes early-exit-seconds.md beside it
 
 MRE is the shipped model, the best of its seeds on validation images; on the union, and for all others, seed 0: accuracies
-here are not comparable. Thresholds from validation images, the cheapest that
-loses at most 0.1 points. Models are timed in turns; the time for 1,000 images is a median, that for one image a mean. The
-first 10 × 1,000 test images, then the first 400 of them one by one: all models with early exit, then all without, since a
-model that follows itself finds its weights in the cache. `no early exit` is the same model without exits. MRE exits inside
-one call of the compiled library; the baselines, and `mre, layer by layer`, use PyTorch's operators. MACs compare the
-methods, times compare these implementations of them.
+here are not comparable. Thresholds from validation images, the cheapest that loses at most 0.1 points. Models are timed in
+turns; the time for 1,000 images is a median, that for one image a mean. The first 10 × 1,000 test images, then the first 400
+of them one by one: all models with early exit, then all without, since a model that follows itself finds its weights in the
+cache. `no early exit` is the same model without exits. MRE exits inside one call of the compiled library; the baselines, and
+`mre, layer by layer`, use PyTorch's operators. MACs compare the methods, times compare these implementations of them.
 """
 
 import argparse

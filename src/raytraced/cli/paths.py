@@ -1,16 +1,14 @@
 """`raytraced paths`: the table of paths of a language model; torch is imported only when the command runs."""
 
 import os
+from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from raytraced.cli.budgets import check_budget_options
 from raytraced.cli.training import find_source
 from raytraced.errors import printable, require
-
-if TYPE_CHECKING:
-    from raytraced.models.paths import Paths
 
 FIRST_ROWS = 20  # of a table that is printed
 
@@ -64,31 +62,32 @@ def paths(
     table, codec = model.paths(**budget), Codec(model)
     words = [repr(content)[1:] for content in codec.bytes_of]
     tokens = list(range(model.vocab_size))
-    shown = table
+    shown, all_steps = table, table.steps()
+    steps_shown = all_steps
     if text is not None:
         tokens = codec.encode_prompt("text", os.fsencode(text))
         shown = model.plan(torch.tensor(tokens), **budget)
+        steps_shown = shown.steps()
     if path is not None:
         table.save(path, words)
     num_shown = len(tokens) if json or text is not None else FIRST_ROWS
     figures = zip(tokens, shown.num_active.tolist(), shown.macs.tolist(), strict=True)
     rows = [{"token": token, "text": words[token], "experts": num, "macs": macs} for token, num, macs in figures]
-    pairs = list(zip(rows, shown.steps(), strict=True))[:num_shown]
+    pairs = list(zip(rows, steps_shown, strict=True))[:num_shown]
     if json:
         for row, steps in pairs:
             print(dumps(row | {"path": [[block + 1, expert + 1] for block, expert in steps]}))
         return
     print_table(make_table([row | {"path": path_words(steps)} for row, steps in pairs]))
-    print(describe_table(table, len(pairs) if text is None else None))
+    print(describe_table(all_steps, len(pairs) if text is None else None))
     if model.path_tokens > 1 and text is None:
         print("a row is the path of a token that follows itself: blocks 2, 4, … take those of the token before")
     if path is not None:
         print(printable(path))
 
 
-def describe_table(table: "Paths", num_shown: int | None) -> str:
+def describe_table(steps: Sequence[Sequence[object]], num_shown: int | None) -> str:
     """How many paths a table has, how long they are, and how many of its rows are printed; None: rows of a text."""
-    num_tokens, num_paths = len(table.num_active), len(set(map(tuple, table.steps())))
-    mean = f"their mean, each token counted once, is {float(table.num_active.float().mean()):.2f} experts"
-    known = f"{num_tokens:,} tokens have {num_paths:,} different paths; {mean}"
-    return known if num_shown in (None, num_tokens) else f"{known}; the first {num_shown} are shown"
+    mean = f"their mean, each token counted once, is {sum(map(len, steps)) / len(steps):.2f} experts"
+    known = f"{len(steps):,} tokens have {len(set(map(tuple, steps))):,} different paths; {mean}"
+    return known if num_shown in (None, len(steps)) else f"{known}; the first {num_shown} are shown"

@@ -53,6 +53,16 @@ def window_start(length: int, start: int, context: int) -> int:
     return start if length - start <= context else length - max(1, context // 2)
 
 
+def place_before_last(length: int, start: int) -> int:
+    """The place of the token before the last one of a text; of the last one itself if the part from `start` on is only it."""
+    return max(length - 2, start)
+
+
+def preceding(tokens: Tensor) -> Tensor:
+    """The token before each token of texts (..., T); the first token of a text stands before itself."""
+    return torch.cat((tokens[..., :1], tokens[..., :-1]), -1)
+
+
 def tokens_before(tokens_BT: Tensor, mask_BS: Tensor | None, cache: "KVCache | TextCaches | None", slot: int) -> Tensor:
     """The token before each token (B, T); the first token of a text stands before itself.
 
@@ -67,7 +77,7 @@ def tokens_before(tokens_BT: Tensor, mask_BS: Tensor | None, cache: "KVCache | T
     all_BS, num = tokens_BT, tokens_BT.shape[1]
     if cache is not None:
         all_BS = kept_tokens(cache, tokens_BT, slot)
-    before_BT = torch.cat((all_BS[:, :1], all_BS[:, :-1]), 1)[:, -num:]
+    before_BT = preceding(all_BS)[:, -num:]
     if mask_BS is not None:
         is_known_BT = torch.cat((torch.zeros_like(mask_BS[:, :1]), mask_BS[:, :-1]), 1)[:, -num:]
         before_BT = torch.where(is_known_BT, before_BT, tokens_BT)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from raytraced.errors import check_budget, require
-from raytraced.models.caches import KVCache, NextTokens, window_start
+from raytraced.models.caches import KVCache, NextTokens, place_before_last, window_start
 from raytraced.models.planning import plan_words
 from raytraced.models.sampling import Drawn, draw_token, kept_probabilities
 from raytraced.router import Call
@@ -55,8 +55,9 @@ def generate_drafted(model: "GPT", prompt_1T: Tensor, num_tokens: int, options: 
     text: list[int] = prompt_1T[0].tolist()
     cache, start, end = KVCache(), 0, len(text) + num_tokens
     while len(text) < end:
-        if len(text) - start > model.context:
-            cache, start = KVCache(), window_start(len(text), start, model.context)
+        begin = window_start(len(text), start, model.context)
+        if begin > start:
+            cache, start = KVCache(), begin
         pending = text[start + cache.get_seq_length() :]
         drafts = Drafts([], [])
         if len(pending) == 1:  # a prompt, or a text that begins again, is read without drafts
@@ -68,10 +69,8 @@ def generate_drafted(model: "GPT", prompt_1T: Tensor, num_tokens: int, options: 
         cache.crop(length + num_read + len(tokens) - 1)
         for number, token in enumerate(tokens):
             text.append(token)
-            first = window_start(len(text), start, model.context)
-            token_1, before_1 = (
-                torch.tensor([one], device=prompt_1T.device) for one in (token, text[max(len(text) - 2, first)])
-            )
+            before = text[place_before_last(len(text), window_start(len(text), start, model.context))]
+            token_1, before_1 = (torch.tensor([one], device=prompt_1T.device) for one in (token, before))
             paths = plan_words(model, token_1, before_1, call) if model.path_follows_token else None
             yield Drawn(token_1, experts_n[number : number + 1], paths, number < len(tokens) - 1)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raytraced.errors import require
-from raytraced.models.caches import KVCache, window_start
+from raytraced.models.caches import KVCache, place_before_last, window_start
 from raytraced.models.drafting import Drafting, generate_drafted
 from raytraced.models.planning import plan_words
 from raytraced.models.sampling import Drawn, draw_token
@@ -59,7 +59,7 @@ class TextWindow:
     @property
     def is_full(self) -> bool:
         """Whether the texts have more tokens than the model can attend to."""
-        return self.text_BT.shape[1] - self.start > self.context
+        return self.next_start > self.start
 
     @property
     def begins(self) -> bool:
@@ -81,7 +81,7 @@ class TextWindow:
 
     def before_last(self) -> Tensor:
         """The token before the last one of each text (B,); the last one itself where the next pass begins with it."""
-        return self.text_BT[:, max(self.text_BT.shape[1] - 2, self.next_start)]
+        return self.text_BT[:, place_before_last(self.text_BT.shape[1], self.next_start)]
 
     def append(self, token_B: Tensor) -> None:
         """Add a token to each text."""

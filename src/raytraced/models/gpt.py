@@ -13,14 +13,14 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from raytraced.errors import require, require_one_of
-from raytraced.layer import RoutedLayer
+from raytraced.layer import RoutedLayer, router_width
 from raytraced.models.attention import Attention, causal_mask
-from raytraced.models.caches import KVCache, TextCaches, multiply_apart
+from raytraced.models.caches import KVCache, TextCaches, multiply_apart, preceding
 from raytraced.models.expert_pass import ExpertPass
 from raytraced.models.generation import GenerationOptions, generate_texts
 from raytraced.models.output import Model, Output, SampleLossFn, gathered, linear_cost, num_parameters
 from raytraced.models.paths import Paths, PathTables, within_bytes
-from raytraced.models.planning import plan_pass, plan_words, whole_numbers, words
+from raytraced.models.planning import known_words, plan_pass, plan_words, whole_numbers
 from raytraced.models.sampling import Drawn
 from raytraced.models.store_reading import byte_budgets, read_planned, time_limit
 from raytraced.router import Call, Cost
@@ -111,7 +111,8 @@ class GPT(Model):
         rule = f"is the width of the routing embedding; leave it out with routing_input={routing_input}"
         require(routing_dim is None or routing_input == "token", "routing_dim", routing_dim, rule)
         self.routing_input: RoutingInput = routing_input
-        self.routing_dim = routing_dim or (ROUTING_DIM if routing_input == "token" else None)
+        default = ROUTING_DIM if routing_input == "token" else None
+        self.routing_dim = default if routing_dim is None else router_width(dim, routing_dim)
         require(path_tokens in (1, 2) and type(path_tokens) is int, "path_tokens", repr(path_tokens), "must be 1 or 2")
         rule = f"paths depend on no single token with routing_input={routing_input}; leave it out"
         require(path_tokens == 1 or routing_input in ("token", "embedding"), "path_tokens", path_tokens, rule)
@@ -215,7 +216,7 @@ class GPT(Model):
         """A decoder has one answer; with `max_ms` alone, experts of a store that do not arrive in time are left out of it."""
         if confidence is not None or exit_every is not None:
             return super()._exit_early(inputs, call, confidence, max_ms, exit_every, mask, **own)
-        return self.answer(inputs, call, mask, max_ms=max_ms, **own)
+        return self.answer(self.encode(inputs), call, mask, max_ms=max_ms, **own)
 
     def _recomputes(self, cache: KVCache | TextCaches | None) -> bool:
         """Whether blocks run a second time in the backward pass, in place of keeping what they computed."""
@@ -295,15 +296,15 @@ class GPT(Model):
         """
         rule = "a token's path depends on the text before it; only with token or embedding is it known beforehand"
         require(self.path_follows_token, "routing_input", self.routing_input, f"{self.name}: {rule}")
-        tokens = words("tokens", tokens, self.vocab_size)
+        tokens = known_words("tokens", tokens, self.vocab_size)
         if before is None:
-            before = torch.cat((tokens[..., :1], tokens[..., :-1]), -1) if tokens.ndim else tokens
+            before = preceding(tokens) if tokens.ndim else tokens
         else:
             require(self.path_tokens > 1, "before", "[…]", "is for paths that depend on two tokens; leave it out")
             require(
                 before.shape == tokens.shape, "before", tuple(before.shape), f"must be {tuple(tokens.shape)}, as tokens"
             )
-            before = words("before", before, self.vocab_size)
+            before = known_words("before", before, self.vocab_size)
         stop = flat_stop(self.resolve_budget(stop, experts, effort), tokens.shape)
         return plan_words(self, tokens, before, Call("greedy", max_experts, stop=stop))
 

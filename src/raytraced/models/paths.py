@@ -7,7 +7,7 @@ import csv
 import io
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -96,24 +96,24 @@ class PathTables:
     """What a router chose for every word of a vocabulary, kept until a parameter changes; one table per budget and stop."""
 
     def __init__(self) -> None:
-        self.options: Hashable = None
-        self.copies: list[Tensor] = []
+        self.state: Any = None
+        self.seen: list[Tensor] = []  # what the tables were computed from
+        self.copies: list[Tensor] = []  # and how it was then
         self.tables: dict[Hashable, Choice] = {}  # the one that was used last comes last
         self.last_used: dict[Hashable, int] = {}
         self.num_lookups = 0
 
-    def follow(self, tensors: Sequence[Tensor], options: Hashable) -> None:
+    def follow(self, tensors: Sequence[Tensor], options: Any) -> None:
         """Forget all tables if what they were computed from has changed.
 
-        Values are compared, not versions: a change through `.data`, as libraries make it that average weights, counts no
-        version. Of a large tensor as many entries as `MOST_COMPARED` are compared, evenly spread, and its version.
+        In-place changes count up a tensor's version, but not those through `.data`, as libraries make them that average
+        weights. So values are compared as well: of a large tensor `MOST_COMPARED` entries, evenly spread.
         """
-        seen = [shortened(one) for one in tensors]
-        options = (options, tuple(version_of(one) for one in tensors if one.numel() > MOST_COMPARED))
-        same = options == self.options and len(seen) == len(self.copies) and all(map(alike, seen, self.copies))
-        if not same:
+        state = options, tuple(map(version_of, tensors))
+        if state != self.state or not all(map(torch.equal, self.seen, self.copies)):
             self.clear()
-            self.options, self.copies = options, [one.clone() for one in seen]
+            self.state, self.seen = state, [shortened(one) for one in tensors]
+            self.copies = [one.clone() for one in self.seen]
 
     def find(self, key: Hashable, num_tokens: int, compute: Callable[[], Choice]) -> Choice | None:
         """The table of some options of a call, computed where there is none.
@@ -142,7 +142,7 @@ class PathTables:
 
     def clear(self) -> None:
         """Forget all tables."""
-        self.options, self.copies, self.tables, self.last_used = None, [], {}, {}
+        self.state, self.seen, self.copies, self.tables, self.last_used = None, [], [], {}, {}
 
 
 def can_be_read(tensors: Iterable[Tensor]) -> bool:
@@ -151,25 +151,20 @@ def can_be_read(tensors: Iterable[Tensor]) -> bool:
 
 
 def shortened(values: Tensor) -> Tensor:
-    """All entries of a tensor, or of a large one as many as are compared, evenly spread."""
+    """All entries of a tensor, or of a large one as many as are compared, evenly spread; in the same memory."""
     flat = values.detach().reshape(-1)
     return flat[:: -(-flat.numel() // MOST_COMPARED)] if flat.numel() > MOST_COMPARED else flat
 
 
-def alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same type, device and values."""
-    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
-
-
-def version_of(values: Tensor) -> tuple[int, int]:
+def version_of(values: Tensor) -> tuple[Any, ...]:
     """What changes where a tensor is changed in place, or is another one."""
-    return (-1 if values.is_inference() else values._version), values.data_ptr()
+    return (-1 if values.is_inference() else values._version), values.data_ptr(), values.dtype, values.device
 
 
-def plain_options(router: nn.Module) -> Hashable:
+def plain_options(router: nn.Module) -> tuple[Any, ...]:
     """The options of a router that may be set anew: its configuration, and its own numbers and words."""
     own = {name: value for name, value in vars(router).items() if isinstance(value, int | float | str)}
-    return tuple(own.items()), repr(getattr(router, "config", None))
+    return own, getattr(router, "config", None)
 
 
 def choose_rows(choice: Choice, rows_n: Tensor) -> Choice:

@@ -94,12 +94,13 @@ def plan_vocabulary(model: "GPT", call: Call) -> Choice:
 
 def whole_numbers(name: str, values: Tensor) -> Tensor:
     """Numbers of any integer type as long numbers, so that none of them is taken for a mask; refuses other types."""
+    require(isinstance(values, Tensor), name, type(values).__name__, "must be a tensor of whole numbers")
     is_integer = not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
     require(is_integer, name, values.dtype, "must be whole numbers")
     return values.long()
 
 
-def words(name: str, tokens: Tensor, vocab_size: int) -> Tensor:
+def known_words(name: str, tokens: Tensor, vocab_size: int) -> Tensor:
     """Tokens as long numbers; refuses those that are not words of the vocabulary."""
     tokens = whole_numbers(name, tokens)
     inside = not tokens.numel() or (int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raytraced.models.caches import KVCache, window_start
+from raytraced.models.caches import KVCache, place_before_last, window_start
 from raytraced.models.gpt import GPT
 from raytraced.models.sampling import draw_each, draw_token, kept_probabilities
 from raytraced.serve.models import Served
@@ -134,14 +134,14 @@ class Continuation:
 
     def pending(self) -> list[int]:
         """The tokens that the model must read before the next one is drawn: one, or all of a new window."""
-        context = self.model.context
-        if len(self.tokens) - self.start > context:  # continue from the last half, as GPT.generate does
-            self.cache, self.start = KVCache(), window_start(len(self.tokens), self.start, context)
+        start = window_start(len(self.tokens), self.start, self.model.context)
+        if start > self.start:
+            self.cache, self.start = KVCache(), start
         return self.tokens[self.start + self.cache.get_seq_length() :]
 
     def before_last(self) -> int:
         """The token before the last one, in the window of the pending tokens; the last one itself where it comes first."""
-        return self.tokens[max(len(self.tokens) - 2, self.start)]
+        return self.tokens[place_before_last(len(self.tokens), self.start)]
 
     def add(self, token: int, logits_V: Tensor, experts: int) -> GeneratedToken:
         """Append a token that was drawn from these logits."""

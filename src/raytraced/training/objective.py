@@ -15,6 +15,7 @@ from raytraced.models.gpt import GPT
 from raytraced.models.output import Model, Output
 from raytraced.sequence import stop_losses
 from raytraced.tasks.task import Batch, Task
+from raytraced.training.calibration import has_exits
 from raytraced.training.config import TrainConfig
 from raytraced.training.evaluation import Answers, predict_batch, seeded
 
@@ -43,7 +44,7 @@ class Objective(nn.Module):
     def __init__(self, model: Model, config: TrainConfig, task: Task, world_size: int = 1) -> None:
         super().__init__()
         rule = f"model {config.model!r} has no exits; leave it at 0"
-        require(not (config.exit_loss and isinstance(model, GPT)), "exit_loss", config.exit_loss, rule)
+        require(not config.exit_loss or has_exits(model), "exit_loss", config.exit_loss, rule)
         rule = "is for paths with an order, those of one token; set the model option path_tokens to 1, or leave it out"
         has_order = not isinstance(model, GPT) or model.path_tokens == 1 or not model.answers_along_the_way
         require(config.target_experts is None or has_order, "target_experts", config.target_experts, rule)
