@@ -231,6 +231,7 @@ def test_bad_input_is_one_line():
         (tokens()[:, 1:], r"^before=\(3, 11\): must be \(3, 12\), as tokens$"),
         (tokens() + 256, r"^before=\[…\]: some are not in 0 … 255, the vocabulary$"),
         (tokens().float(), r"^before=torch.float32: must be whole numbers$"),
+        ([1, 2, 3], r"^before=list: must be a tensor of whole numbers$"),
     ):
         with pytest.raises(ValueError, match=message):
             plan(tokens(), before=before)

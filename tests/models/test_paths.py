@@ -178,6 +178,8 @@ def test_wrong_types_are_one_line():
             model.generate(text[:1], 3, draft_experts=1, max_experts="a")
         ),
         "num_tokens=-1: must be a whole number": lambda: next(model.generate(text, -1)),
+        "tokens=list: must be a tensor of whole numbers": lambda: model.plan([1, 2, 3]),
+        "routing_dim=0: must be a whole number": lambda: build(routing_dim=0),
         "cache=[…]: must be left out with budgets": lambda: model(text, cache=KVCache(), budgets=(2,)),
     }
     for message, call in cases.items():

@@ -258,6 +258,15 @@ def test_evaluate_refuses_a_deadline_in_bytes_where_nothing_is_read(text_store, 
         assert error.count("\n") == 1
 
 
+@torch.no_grad()
+def test_bytes_of_any_type_are_tokens_with_a_deadline_too(text_store):
+    whole, path = text_store
+    tokens = torch.randint(0, 256, (2, 9))
+    stored = raytraced.load(path)
+    assert torch.equal(stored(tokens.to(torch.uint8), max_ms=1e7).logits, stored(tokens, max_ms=1e7).logits)
+    torch.testing.assert_close(stored(tokens.to(torch.uint8), max_ms=1e7).logits, whole(tokens).logits)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_store_takes_any_precision(text_store, dtype):
     whole, path = text_store

@@ -301,10 +301,9 @@ class GPT(Model):
             before = preceding(tokens) if tokens.ndim else tokens
         else:
             require(self.path_tokens > 1, "before", "[…]", "is for paths that depend on two tokens; leave it out")
-            require(
-                before.shape == tokens.shape, "before", tuple(before.shape), f"must be {tuple(tokens.shape)}, as tokens"
-            )
             before = known_words("before", before, self.vocab_size)
+            rule = f"must be {tuple(tokens.shape)}, as tokens"
+            require(before.shape == tokens.shape, "before", tuple(before.shape), rule)
         stop = flat_stop(self.resolve_budget(stop, experts, effort), tokens.shape)
         return plan_words(self, tokens, before, Call("greedy", max_experts, stop=stop))
 
