@@ -24,6 +24,7 @@ def check_budget_options(model: "Model", source: str, **options: Any) -> None:
         require(model.answers_along_the_way, name, value, rule)
     for name in ("experts", "effort"):
         value, has_table = asked.get(name), bool(model.card.dial)
+        require(value is None or "stop" not in asked, name, value, "give either stop or a budget, not both")
         rule = f"has no effect on {model.name}, which has no budget of this kind; leave it out"
         require(value is None or has_table or has_dial(model), name, value, rule)
         rule = f"the card of {model.name} has no table of budgets; run `raytraced calibrate {source}` first"
